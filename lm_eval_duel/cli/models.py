@@ -48,10 +48,15 @@ class OtherModel(NamedTuple):
             if not self.text:  # the model of --model_args
                 raise
             message = f"--compare {self.text}: {error}"
-            named = [key for key in self.inherited if re.search(rf"\b{key}\b", str(error))]
+            named = []
+            values = []
+            for key in self.inherited:
+                if re.search(rf"\b{key}\b", str(error)):
+                    named.append(key)
+                    values.append(f"{key}={self.args[key]}")
             if named:
-                values = ", ".join(f"{key}={self.args[key]}" for key in named)
-                message += f" This model has {values} from --model_args: set {' and '.join(named)} here, too."
+                listed = ", ".join(values)
+                message += f" This model has {listed} from --model_args: set {' and '.join(named)} here, too."
             raise type(error)(message) from None
 
 

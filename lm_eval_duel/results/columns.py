@@ -208,21 +208,26 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
 
 def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, which is better, and the paired difference."""
-
-    def shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
-        """The cell of both rows of a pair; empty if they differ."""
-        return lambda pair: cell(pair.first) if cell(pair.first) == cell(pair.second) else ""
-
     unit = gaps.unit(task.metric)
     names = names_of_rows([each.row for each in task.rows])
-    shown: Columns = {
-        **{head: shared(cell) for head, cell in names.items()},
-        f"first {MINUS} second": lambda pair: f" {MINUS} ".join(pair.names),
-        "better": _better,
-        f"difference, nats per {unit}": _difference,
-        LEVEL: lambda pair: span(pair.interval, "+.4f"),
-    }
+    shown: Columns = {}
+    for head, cell in names.items():
+        shown[head] = _shared(cell)
+    shown[f"first {MINUS} second"] = lambda pair: f" {MINUS} ".join(pair.names)
+    shown["better"] = _better
+    shown[f"difference, nats per {unit}"] = _difference
+    shown[LEVEL] = lambda pair: span(pair.interval, "+.4f")
     return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown)
+
+
+def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
+    """The cell of a row as one of a pair: that of both rows, empty if they differ."""
+
+    def cell_of_both(pair: Pair) -> Cell:
+        of_first = cell(pair.first)
+        return of_first if of_first == cell(pair.second) else ""
+
+    return cell_of_both
 
 
 def _better(pair: Pair) -> str:
@@ -349,28 +354,23 @@ def average(run: Run, name: str, metric: str) -> Cell:
         return ""
     score, error = run.scores(name)[metric]
     text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
-    decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.config.estimator).decodes
-    is_counted = metric.split(" (")[0] == COUNTED  # with the name of a filter in brackets
-    return text, NOT_DECODED if is_counted and not decodes else ""
+    without_filter, _, _ = metric.partition(" (")
+    counts_decoded = without_filter == COUNTED and run.every_task[name].output_type == "loglikelihood"
+    if counts_decoded and not registry.find(run.config.estimator).decodes:
+        return text, NOT_DECODED
+    return text
 
 
 def cost(costs: Sequence[RunCost]) -> Table:
     """Time, network calls and memory of each run."""
 
-    def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
-        def cell(cost: RunCost) -> str:
-            count = cost.run.config.duel.get(key)
-            return "" if count is None else number(count / scale, ",.0f")
-
-        return cell
-
     shown: Columns = {
         **_through(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
         "estimator": lambda cost: cost.name,
         "s per token": lambda cost: number(cost.time.seconds_per_token, ".3g"),
-        "forwards": entry("forwards"),
-        "rows": entry("rows"),
-        "peak MiB": entry("peak_memory_bytes", 2**20),
+        "forwards": _count("forwards"),
+        "rows": _count("rows"),
+        "peak MiB": _count("peak_memory_bytes", 2**20),
         "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
         "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
         "whole run, s": lambda cost: number(cost.time.whole_run, ".1f"),
@@ -378,21 +378,32 @@ def cost(costs: Sequence[RunCost]) -> Table:
     return Table.from_records("Cost", costs, shown)
 
 
+def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
+    """The cells of a count in config.duel; empty where there is none."""
+
+    def cell(cost: RunCost) -> str:
+        count = cost.run.config.duel.get(key)
+        return "" if count is None else number(count / scale, ",.0f")
+
+    return cell
+
+
 def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """The results files and the spec of each."""
     folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
-
-    def spec(run: Run) -> str:
-        entries = []
-        for key in SPEC:
-            if run.spec.get(key, "none") != "none":
-                entries.append(f"{key}={run.spec[key]}")
-        return ", ".join(entries)
-
     shown: Columns = {
         "file": lambda run: os.path.relpath(run.name, folder),
         "model": lambda run: f"{run.label} (AR baseline)" if run in baselines else run.label,
         "fingerprint": lambda run: run.config.fingerprint,
-        "spec": spec,
+        "spec": _spec,
     }
     return Table.from_records(f"Below {folder}:", runs, shown)
+
+
+def _spec(run: Run) -> str:
+    """The entries of a run's spec that are listed, without those that are `none`."""
+    entries = []
+    for key in SPEC:
+        if run.spec.get(key, "none") != "none":
+            entries.append(f"{key}={run.spec[key]}")
+    return ", ".join(entries)

@@ -208,7 +208,9 @@ def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) ->
 
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     """The metric of a task's table: the requested one, else the first that all results have."""
-    shared = set(METRICS).intersection(*(run.tasks[name].metrics for run in compared))
+    shared = set(METRICS)
+    for run in compared:
+        shared &= run.tasks[name].metrics.keys()
     if requested in shared:
         return requested
     if requested is None and shared:
@@ -258,14 +260,16 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
     likelihoods = [each for each in shown if each.row.score.is_likelihood]
     pairs: list[tuple[Row, Row]] = []
     if choice == ALL:
-        pairs += itertools.combinations([each.row for each in likelihoods], 2)
+        every_row = [each.row for each in likelihoods]
+        pairs += itertools.combinations(every_row, 2)
     if choice in (BOTH, MODELS):
         of_models = by_model(likelihoods).values()
         pairs += _pairs_of(list(map(main_row, of_models)))
     if choice in (BOTH, RULES):
         for group in by_setting(shown):
             pairs += _pairs_of([each.row for each in group])
-    return _in_groups([gaps.pair(first, second, draws) for first, second in pairs])
+    differences = [gaps.pair(first, second, draws) for first, second in pairs]
+    return _in_groups(differences)
 
 
 def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
@@ -302,8 +306,9 @@ def by_setting(shown: Sequence[ComparedRow]) -> list[list[ComparedRow]]:
     for each in shown:
         row = each.row
         if row.estimator == "duel" and not row.ar:
-            entries = tuple(row.run.spec.get(key) for key in sorted(keys[row.model]))
-            groups.setdefault((row.model, row.block, row.cache, row.noise_seed, entries), []).append(each)
+            entries = [row.run.spec.get(key) for key in sorted(keys[row.model])]
+            setting = (row.model, row.block, row.cache, row.noise_seed, *entries)
+            groups.setdefault(setting, []).append(each)
     return list(groups.values())
 
 

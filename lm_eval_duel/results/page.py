@@ -79,8 +79,8 @@ def html(report: Report, title: str | None) -> str:
     """The page of a report."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    style = (ASSETS / "style.css").read_text(encoding="utf-8")
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = _asset("style.css")
+    script = "\n".join(map(_asset, SCRIPTS))
     standings = report.standings
     groups = standings.groups()
     rows: list[Standing] = []
@@ -120,6 +120,10 @@ def html(report: Report, title: str | None) -> str:
         notes=notes(report),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _hash(content: str) -> str:
@@ -168,10 +172,13 @@ def _baseline_names(report: Report) -> str:
 
 def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     """The kinds of results that are on the page, and what each means."""
-    kinds = {row.method.kind for row in rows if row.method.rows}
-    if any(row.method.named.run.config.autoregressive for row in rows):
-        kinds.add(AR)
-    return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}
+    kinds = set()
+    for row in rows:
+        if row.method.rows:
+            kinds.add(row.method.kind)
+        if row.method.named.run.config.autoregressive:
+            kinds.add(AR)
+    return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}  # in their order
 
 
 def notes(report: Report) -> list[str]:
@@ -206,9 +213,9 @@ def _folder(runs: Sequence[Run]) -> str:
 
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     """The commands, the spec and the files that a row opens to."""
-    spec = [f"{key}={value}" for key, value in method.named.run.spec.items()]
-    names = [os.path.relpath(run.name, folder) for run in method.runs]
-    return {"commands": files.commands(method), "spec": ", ".join(spec), "files": ", ".join(names)}
+    spec = ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items())
+    names = ", ".join(os.path.relpath(run.name, folder) for run in method.runs)
+    return {"commands": files.commands(method), "spec": spec, "files": names}
 
 
 # ---------------------------------------------------------------- columns
@@ -375,15 +382,15 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
         return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)
 
     base = None
-    for row in rows:
+    pixels_of_rows = {}
+    for row, values in rows.items():
+        pixels_of_rows[row] = list(map(pixel, values))
         if any(each.row.ar for each in row.method.rows.values()):
             base = pixel(row.main)
-    return {
-        "width": WIDTH,
-        "ticks": [(pixel(tick), number(tick, "g")) for tick in _ticks(low, high)],
-        "rows": {row: list(map(pixel, values)) for row, values in rows.items()},
-        "base": base,
-    }
+    ticks = []
+    for tick in _ticks(low, high):
+        ticks.append((pixel(tick), number(tick, "g")))
+    return {"width": WIDTH, "ticks": ticks, "rows": pixels_of_rows, "base": base}
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -426,9 +426,10 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     name = record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
         ignored = {TOKENS, "tokenizer"} if "ids" in doc else {TOKENS}
-        rest = {key: value for key, value in doc.items() if key not in ignored}
-        name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+        identifying = {key: value for key, value in doc.items() if key not in ignored}
+        text = json.dumps(identifying, sort_keys=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()
     parts = [name, record.get("target_hash")]
     if not rolling:
         parts.append(record.get("prompt_hash"))
-    return " ".join(str(part) for part in parts if part)
+    return " ".join(map(str, filter(None, parts)))

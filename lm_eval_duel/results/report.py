@@ -269,7 +269,8 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
 
     lines = []
     for of_task in report.headlines.values():
-        lines += [f"- {line}" for line in of_task]
+        for line in of_task:
+            lines.append(f"- {line}")
     parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
         images_of_task = [image for image in images if image.task == name]
@@ -389,6 +390,9 @@ def content(report: Report) -> dict[str, Any]:
     tasks = {}
     for name, task in report.tasks.items():
         tasks[name] = files.comparison(task) | {"headlines": report.headlines[name]}
+    accuracies = {}
+    for name in report.scored:
+        accuracies[name] = files.accuracies(report.runs, name, report.baselines)
     results = []
     for run in report.runs:
         results.append(
@@ -403,9 +407,9 @@ def content(report: Report) -> dict[str, Any]:
     return {
         "version": 1,
         "ar": [run.name for run in report.baselines],
-        "notes": [str(note) for note in report.notes],
+        "notes": list(map(str, report.notes)),
         "tasks": tasks,
-        "accuracies": {name: files.accuracies(report.runs, name, report.baselines) for name in report.scored},
+        "accuracies": accuracies,
         "standings": files.ranking(report.standings, report.tasks),
         "published": report.published,
         "documents": report.documents,

@@ -130,10 +130,12 @@ class Note:
     @classmethod
     def joined(cls, notes: Iterable[Note]) -> Note:
         """Several remarks as one."""
-        notes = list(notes)
-        facts = "; ".join(note.fact for note in notes if note.fact)
-        advice = "; ".join(note.advice for note in notes if note.advice)
-        return cls(facts, advice)
+        facts = []
+        advice = []
+        for note in notes:
+            facts.append(note.fact)
+            advice.append(note.advice)
+        return cls("; ".join(filter(None, facts)), "; ".join(filter(None, advice)))
 
 
 Cell = str | tuple[str, Note | str] | None  # a text, or a text and a remark for below the table
@@ -247,7 +249,8 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.DictWriter(out, list(heads), lineterminator="\n")
     writer.writeheader()
     for line in lines:
-        writer.writerow({key: csv_cell(value) for key, value in line.items()})
+        cells = {key: csv_cell(value) for key, value in line.items()}
+        writer.writerow(cells)
     return out.getvalue()
 
 
@@ -293,7 +296,11 @@ def bullets(notes: Iterable[str]) -> str:
 
 def spaced(parts: Iterable[str]) -> str:
     """Paragraphs separated by blank lines."""
-    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+    paragraphs = []
+    for part in parts:
+        if part:
+            paragraphs.append(part.strip("\n"))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 # ---------------------------------------------------------------- LaTeX

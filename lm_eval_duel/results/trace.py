@@ -186,7 +186,8 @@ def _order(score: Score) -> dict[str, Any]:
     """One order and its statistics, in six digits."""
     statistics = {}
     for name in STATISTICS:
-        statistics[name] = [float(f"{value:.6g}") for value in getattr(score, name)]
+        values = getattr(score, name)
+        statistics[name] = [float(f"{value:.6g}") for value in values]
     return {
         "reveal_steps": list(score.reveal_steps),
         "token_logprobs": list(score.token_logprobs),
