@@ -100,6 +100,11 @@ def interval(each: ComparedRow) -> str:
     return "" if each.window_stderr is None else f"s.e. {number(each.window_stderr, '.2g')} over windows"
 
 
+def interval_with_remark(each: ComparedRow) -> Cell:
+    """The same, with the reason that there is no interval, or a remark on one from few documents."""
+    return interval(each), each.about_interval
+
+
 def with_interval(each: ComparedRow) -> str:
     """A row's value with its interval in brackets."""
     text = marked(each)
@@ -162,7 +167,7 @@ def values(task: Comparison) -> Table:
     shown: Columns = {
         **names_of_compared(task.rows),
         WORDS[task.metric]: marked,
-        LEVEL: lambda each: (interval(each), each.no_interval),
+        LEVEL: interval_with_remark,
         "s.e. (Monte Carlo)": lambda each: (number(each.row.stderr, ".2g"), each.row.stderr_reason),
     }
     if task.metric != "bits_per_byte":
@@ -182,7 +187,7 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head("ELBO", "ELBO", "value"): lambda each: value(each.closed.elbo),
         Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
         Head("DUEL", "DUEL", "value"): marked,
-        Head(LEVEL, "DUEL", LEVEL): interval,
+        Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
         "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
         Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
         Head("its 95 % interval", "DUEL's gap", LEVEL): gap_interval,
@@ -248,7 +253,7 @@ def speeds(speeds: Speeds) -> Table:
         "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
         "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
         f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
-        LEVEL: lambda each: span(each.interval, form),
+        LEVEL: lambda each: (span(each.interval, form), each.about_interval),
     }
     return Table.from_records(f"Rules against NFE: {speeds.title}", speeds.rows, shown)
 

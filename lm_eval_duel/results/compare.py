@@ -41,7 +41,7 @@ class ComparedRow:
     row: Row
     interval: Interval | None  # 95 %, over documents
     window_stderr: float | None  # over windows, if there is no interval
-    no_interval: Note  # why not
+    about_interval: Note  # why there is none, or that it is from few documents
     best: bool  # the lowest likelihood of its model
     gap: float | None  # to the baseline
     gap_interval: Interval | None
@@ -148,7 +148,7 @@ def task(
                 row=row,
                 interval=gaps.interval(row, draws),
                 window_stderr=None if row in draws else row.error(row.nats_window_stderr),
-                no_interval=Note() if row in draws else row.no_interval,
+                about_interval=Note(stats.too_few(row.texts)) if row in draws else row.no_interval,
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=gaps.gap_interval(row, ar, draws),

@@ -134,7 +134,7 @@ ROW = (  # entries of a row alone
     *("dtype=run.config.dtype", "fingerprint=run.config.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
 )
 COMPARED = (  # of a row among others
-    *("interval", "window_stderr", "reason=no_interval", "best", "gap", "gap_interval"),
+    *("interval", "window_stderr", "reason=about_interval", "best", "gap", "gap_interval"),
     *("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
     *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "gap_closed_of=closed.of"),
 )
@@ -292,7 +292,7 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             **entries(row, ("metric", "value")),
             **_ends("interval", each.interval),
             **entries(row, ("stderr", "stderr_reason")),
-            **entries(each, ("window_stderr", "reason=no_interval", "gap")),
+            **entries(each, ("window_stderr", "reason=about_interval", "gap")),
             **_ends("gap_interval", each.gap_interval),
             **entries(each, ("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr")),
             **_ends("gap_closed_interval", each.closed.interval),

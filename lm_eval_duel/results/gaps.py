@@ -101,11 +101,7 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     sides = []
     for row, name in zip((first, second), names, strict=True):
         sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row)))
-    texts = []  # by their digest: keys also number the copies of a text
-    for key in first.documents:
-        digest, _, _ = key.rpartition(":")
-        texts.append(digest)
-    paired = stats.difference(*sides, unit(first.metric), texts)
+    paired = stats.difference(*sides, unit(first.metric), first.texts)
     reason = Note()
     if paired.difference is None:
         reason = Note("no difference of an infinite perplexity")

@@ -271,10 +271,12 @@ def _closed_column(name: str, task: Comparison) -> Column:
 
 
 def _value(each: ComparedRow) -> Cell:
-    """A value. Its remark says why it has no error or interval."""
+    """A value. Its remark says why it has no error or interval, or that its interval is from few documents."""
     no_error = Note(each.row.stderr_reason)
-    no_interval = each.no_interval.after("no interval: ")
-    return columns.value(each.row), Note.joined([no_error, no_interval])
+    about_interval = each.about_interval
+    if each.interval is None:
+        about_interval = about_interval.after("no interval: ")
+    return columns.value(each.row), Note.joined([no_error, about_interval])
 
 
 def _bits(each: ComparedRow) -> str:

@@ -208,6 +208,15 @@ class Row:
         return stats.drawn_interval(self.metric, self.rate, self.per_unit.interval_error)
 
     @property
+    def texts(self) -> list[str]:
+        """A digest of each document, equal for copies of a text, which its key numbers."""
+        digests = []
+        for key in self.documents:
+            digest, _, _ = key.rpartition(":")
+            digests.append(digest)
+        return digests
+
+    @property
     def no_interval(self) -> Note:
         """The reason that a row without bootstrap draws has no interval."""
         if self.missing:

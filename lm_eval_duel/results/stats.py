@@ -176,8 +176,16 @@ def _variance(draws: np.ndarray) -> float:
 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval holds 0
-FEW = 10  # distinct texts below which a bootstrap interval is too narrow for a verdict
+FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 90 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
+
+
+def too_few(keys: Sequence[str]) -> str:
+    """The remark on the interval of texts with these keys, equal for copies; empty if enough are different."""
+    texts = len(set(keys))
+    if texts >= FEW:
+        return ""
+    return f"from {counted(texts, 'distinct document')}: too narrow, as a bootstrap over fewer than {FEW} is"
 
 
 class Side(NamedTuple):

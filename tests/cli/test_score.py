@@ -349,6 +349,8 @@ def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folde
     model = f"pretrained={folder},block=4"
     printed = run(str(texts), "--lines", "--model_args", model, "--compare", "rule=margin", capsys=capsys)
     assert (score.TO_A_VERDICT in printed) == is_told
+    of_intervals = printed.count(f"{distinct} distinct document") - printed.count("no verdict from")
+    assert of_intervals == is_told, "intervals and verdicts have one rule"
 
 
 @pytest.mark.slow
