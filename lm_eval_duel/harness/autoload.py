@@ -158,12 +158,12 @@ def add_our_table() -> None:
 
 
 def _kinds_and_errors(results: dict[str, Any]) -> str:
-    """Our own table of a run; empty if the run has no perplexity, or if something goes wrong, which is logged."""
+    """Our own table of a run; empty if something goes wrong, which is logged."""
     import logging
 
     from lm_eval_duel.console.command_line import with_nulls
     from lm_eval_duel.errors import DuelError
-    from lm_eval_duel.results.report import summary
+    from lm_eval_duel.results.run_summary import summary
 
     try:
         return summary(with_nulls(results))

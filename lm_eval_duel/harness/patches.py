@@ -15,6 +15,9 @@
                                 writes null for infinite and undefined values, with the reason of each under `nulls`:
                                 Infinity is no JSON; and lets the table show large numbers in scientific notation
 
+    evaluator.get_git_commit_hash
+                                does not ask git outside a repository, where git prints an error
+
     metrics.math.exp            is infinite where it overflows: lm-eval ends after scoring, without results
     metrics.weighted_mean       is NaN over no units, for example no words; lm-eval divides by zero
 
@@ -47,6 +50,7 @@ import logging
 import math
 import os
 import sqlite3
+import subprocess
 import sys
 import time
 import types
@@ -83,6 +87,10 @@ def apply() -> None:
     # Only the name `math` in this module is replaced: math.exp itself is unchanged.
     functions = {**vars(math), "exp": perplexity}
     metrics.math = types.SimpleNamespace(**functions)
+
+    evaluator = sys.modules.get("lm_eval.evaluator")
+    if evaluator is not None:
+        _patch(evaluator, "get_git_commit_hash", _git_commit)
 
     loggers = sys.modules.get("lm_eval.loggers")
     if loggers is not None:  # in lm-eval's command, which alone prints the table
@@ -168,6 +176,17 @@ def _apply_filters(original: Callable[..., Any], task: Task) -> Any:
     for request in task.instances:
         del request.resps[request.repeats or 1 :]
     return original(task)
+
+
+def _git_commit(original: Callable[[], Any]) -> Any:
+    from lm_eval.loggers.utils import get_commit_from_path
+
+    asked = ["git", "rev-parse", "--git-dir"]
+    try:
+        in_repository = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    except OSError:  # there is no git: lm-eval then reads the folder's own files
+        in_repository = True
+    return original() if in_repository else get_commit_from_path(os.getcwd())
 
 
 def _save_results(original: Callable[..., None], tracker: Any, results: dict[str, Any], **options: Any) -> None:

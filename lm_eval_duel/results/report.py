@@ -8,7 +8,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,14 +23,13 @@ from lm_eval_duel.results import (
     match,
     published,
     read,
-    rows,
     standings,
     traced,
 )
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
-from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
+from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
 
@@ -416,29 +414,3 @@ def content(report: Report) -> dict[str, Any]:
         "cost": [files.cost(cost) for cost in report.costs],
         "results": results,
     }
-
-
-# ---------------------------------------------------------------- of one run
-
-
-def summary(content: Mapping[str, Any]) -> str:
-    """The values of one run, as a table to paste: what lm-eval's own table has no place for.
-
-    `content`: that of its results file. Empty without a perplexity. Raises DuelError for entries that lm_eval does not
-    write.
-    """
-    file = Path("results")
-    with read.reading(file, read.RESULTS):
-        run = read.run_of(file, content, Documents({}, {}))
-    every_row = []
-    limited = []
-    for name, task in run.tasks.items():
-        if is_limited(task.size, task.available):
-            limited.append(f"{documents_scored(task.size, task.available)} documents of {name} (--limit)")
-        metric = next(metric for metric in METRICS if metric in task.metrics)
-        of_task, _ = rows.from_run(run, name, metric, baseline=False)
-        every_row += of_task
-    if not every_row:
-        return ""
-    about = ", ".join([*limited, f"fingerprint {run.config.fingerprint}"])
-    return f"{columns.summary(every_row).markdown()}\n\n{about}"

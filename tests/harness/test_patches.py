@@ -50,3 +50,20 @@ def test_importing_our_modules_leaves_lm_eval_untouched():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("set()\n")
     assert done.stdout.splitlines()[1:] == ["demo-mdm", "a__b"]
+
+
+def test_git_is_not_asked_outside_a_repository(tmp_path, monkeypatch, capfd):
+    from lm_eval import evaluator
+
+    from lm_eval_duel.harness import patches
+
+    patches.apply()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert evaluator.get_git_commit_hash() is None
+    assert capfd.readouterr().err == ""
+    subprocess.run(["git", "init", "-q"], check=True)
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "First"]
+    subprocess.run(commit, check=True)
+    described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    assert evaluator.get_git_commit_hash() == described.stdout.strip()

@@ -13,8 +13,9 @@ from results import report as run
 from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import columns, files, report, runs
+from lm_eval_duel.results import columns, files, runs
 from lm_eval_duel.results.files import stems
+from lm_eval_duel.results.run_summary import summary
 from lm_eval_duel.results.trace import files as trace_files
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -311,7 +312,7 @@ def test_a_run_ends_with_a_table_of_kinds_and_errors():
     """From the content of a results file alone: the values of its report, a bound and an oracle told as such."""
     shown = {}
     for file in sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json")):
-        shown |= dict.fromkeys(report.summary(json.loads(file.read_text())).splitlines())
+        shown |= dict.fromkeys(summary(json.loads(file.read_text())).splitlines())
     text = "\n".join(shown)
     for value, kind in (
         ("≤ 42.27 ± 0.17", "an upper bound of the perplexity"),
@@ -324,4 +325,16 @@ def test_a_run_ends_with_a_table_of_kinds_and_errors():
     assert "--limit" not in text
     content = json.loads(file.read_text())
     content["n-samples"]["sotu"]["original"] = 99
-    assert "36 of 99 documents of sotu" in report.summary(content)
+    assert "36 of 99 documents of sotu" in summary(content)
+
+
+def test_a_run_without_perplexity_ends_with_its_documents_and_its_fingerprint():
+    [file] = sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json"))[:1]
+    content = json.loads(file.read_text())
+    content["results"] = {"sotu": {"alias": "sotu", "exact_match,none": 0.5, "exact_match_stderr,none": 0.1}}
+    about = f"fingerprint {content['config']['fingerprint']}"
+    assert summary(content) == f"36 documents of sotu, {about}"
+
+    content["results"] = dict.fromkeys("abcdefghij", content["results"]["sotu"])
+    content["n-samples"] = {name: {"original": 40, "effective": 30} for name in "abcdefghij"}
+    assert summary(content) == f"300 of 400 documents of 10 tasks (--limit), {about}"

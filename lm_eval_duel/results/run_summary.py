@@ -1,0 +1,47 @@
+"""The values of one run, as a table to paste below lm-eval's own, which has no place for kinds and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.core.scores import METRICS
+from lm_eval_duel.results import columns, read, rows
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
+
+LISTED = 4  # tasks whose documents are counted one by one
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """The perplexities of a run, each with its kind and error, then how many documents there were, and the fingerprint.
+
+    `content`: that of its results file. Raises DuelError for entries that lm_eval does not write.
+    """
+    file = Path("results")
+    with read.reading(file, read.RESULTS):
+        run = read.run_of(file, content, Documents({}, {}))
+    every_row: list[Row] = []
+    for name, task in run.tasks.items():
+        metric = next(metric for metric in METRICS if metric in task.metrics)
+        of_task, _ = rows.from_run(run, name, metric, baseline=False)
+        every_row += of_task
+    about = ", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"])
+    return f"{columns.summary(every_row).markdown()}\n\n{about}" if every_row else about
+
+
+def _documents(run: Run) -> Iterator[str]:
+    """The number of documents of each task, or of many tasks together, and whether --limit left some out."""
+    sizes = {}
+    for name, task in run.every_task.items():
+        if task.size is not None:
+            sizes[name] = (task.size, task.available)
+    if len(sizes) > LISTED:
+        size = sum(size for size, _ in sizes.values())
+        available = sum(size if available is None else available for size, available in sizes.values())
+        sizes = {f"{len(sizes)} tasks": (size, available)}
+    for name, (size, available) in sizes.items():
+        limited = " (--limit)" if is_limited(size, available) else ""
+        noun = "document" if (size, available) == (1, 1) else "documents"
+        yield f"{documents_scored(size, available)} {noun} of {name}{limited}"
