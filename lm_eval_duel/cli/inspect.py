@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 
+PREDICTED = ("at its own position", "from the one before")  # by the logit shift
+COUNTED_FROM = {"target": "first scored position", "row": "row's first position"}  # blocks, by the grid
 SENTENCE = "The state of the union is strong."
 PADDING = {  # by attention
     "block_causal": "invisible: it lies in later blocks",
@@ -40,23 +42,19 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     from lm_eval_duel.harness import stats
 
     denoiser = lm.denoiser
-    parameters = stats.parameters(denoiser)
     attention = denoiser.attention
     if denoiser.block:
         attention += f", trained on blocks of {denoiser.block}"
-    shift = str(denoiser.shift)
-    if denoiser.shift:
-        shift += ": a token is predicted from the one before"
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
-        ("parameters", "not known: the weights are packed" if parameters is None else f"{parameters:,}"),
+        ("parameters", _parameters(denoiser.quantized, stats.parameters(denoiser))),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
         ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
         ("mask", _mask(lm)),
         ("attention", attention),
-        ("block", f"{lm.estimator.block or 'none: the whole target'} (grid {lm.estimator.grid})"),
-        ("logit shift", shift),
+        ("block", _block(lm)),
+        ("logit shift", f"{denoiser.shift}: a token is predicted {PREDICTED[denoiser.shift]}"),
         ("max length", _length(lm)),
         ("special tokens", _special_tokens(lm)),
         ("padding", _padding(lm)),
@@ -70,6 +68,12 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     return [*described, ("one text", _score(lm))]
 
 
+def _parameters(quantized: bool, count: int | None) -> str:
+    if count is not None:
+        return f"{count:,}"
+    return "not known: the weights are packed" if quantized else "not known"
+
+
 def _mask(lm: DuelMDM) -> str:
     """The mask token, or why there is none."""
     denoiser = lm.denoiser
@@ -80,15 +84,20 @@ def _mask(lm: DuelMDM) -> str:
     return "none: the noise is random tokens"
 
 
+def _block(lm: DuelMDM) -> str:
+    """The block, and the position from which blocks count."""
+    block = lm.estimator.block
+    if block is None:
+        return "none: the whole target"
+    return f"{block}, counted from the {COUNTED_FROM[lm.estimator.grid]} (grid={lm.estimator.grid})"
+
+
 def _special_tokens(lm: DuelMDM) -> str:
-    """The ids around a text."""
-    parts = [f"bos={lm.text.bos}:"]
-    for token in lm.text.prefix:
-        parts.append(_token(lm.tokenizer, token))
-    parts.append("text")
-    for token in lm.text.suffix:
-        parts.append(_token(lm.tokenizer, token))
-    return " ".join(parts)
+    """The row of a text: the special tokens around it."""
+    before = [_token(lm.tokenizer, token) for token in lm.text.prefix]
+    after = [_token(lm.tokenizer, token) for token in lm.text.suffix]
+    row = " ".join([*before, "text", *after]) if before or after else "none"
+    return f"{row} (bos={lm.text.bos})"
 
 
 def _padding(lm: DuelMDM) -> str:

@@ -397,6 +397,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
     first = model_of(options)
     if options.trace is not None:
+        if "trace" in first:
+            raise DuelError(f"--trace {options.trace} and trace={first['trace']} of --model_args are two; give one.")
         first["trace"] = options.trace
     options.models = [OtherModel("", first)]
     for text in options.compare:

@@ -54,9 +54,9 @@ def test_inspect_shows_every_guess(capsys):
     assert shown["vocabulary"] == "2047 of 2048 columns are tokens"
     assert shown["mask"] == "2 '<|mask|>'"
     assert shown["attention"] == "bidirectional"
-    assert shown["block"] == "32 (grid target)"
+    assert shown["block"] == "32, counted from the first scored position (grid=target)"
     assert shown["max length"] == "128 positions"
-    assert shown["special tokens"] == "bos=none: text"
+    assert shown["special tokens"] == "none (bos=none)"
     assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
 
 

@@ -87,6 +87,9 @@ def test_parameters_are_those_of_the_results(monkeypatch):
     monkeypatch.setattr(lm.denoiser, "quantized", True)
     packed = dict(inspect(lm, "demo-mdm"))["parameters"]
     assert not any(letter.isdigit() for letter in packed)
+    monkeypatch.undo()
+    monkeypatch.setattr(lm.denoiser, "model", None)  # as of a network that is no module
+    assert dict(inspect(lm, "demo-mdm"))["parameters"] not in (shown, packed)
 
 
 def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, monkeypatch):

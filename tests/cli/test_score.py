@@ -249,6 +249,11 @@ def test_files_that_overwrite_each_other_are_refused(folder, texts, tmp_path):
         score.parse([texts, "--model_args", f"pretrained={folder}", "--csv", file, "--json", file])
 
 
+def test_a_trace_has_one_name(folder, texts):
+    with pytest.raises(UsageError, match=r"--trace a.* trace=b"):
+        score.parse([texts, "--model_args", f"pretrained={folder},trace=b", "--trace", "a"])
+
+
 def test_a_model_without_a_config_is_found_before_the_first_is_loaded(folder, texts, tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval_duel.harness.lm.DuelMDM", None)
     with pytest.raises(DuelError, match="nowhere"):
