@@ -26,7 +26,7 @@ ROW = 48  # bytes
 WAYS = {  # what is scored: arguments of `Duel.from_model`
     "greedy": {"rule": "greedy", "block": 16},
     "left to right": {"rule": "left_to_right", "block": 16},
-    "ELBO": {"estimator": "elbo", "mc_samples": 32, "block": 16},
+    "ELBO": {"estimator": "elbo", "mc_samples": 32},
 }
 
 

@@ -274,7 +274,10 @@ def _without_markdown(row: tuple[str, ...]) -> tuple[str, ...]:
 
 @usage()
 def main(arguments: Sequence[str]) -> None:
-    """Print what is declared or installed: `lm-eval-duel list`."""
+    """Print what is declared or installed: `lm-eval-duel list`. Without arguments, print what there is to list."""
+    if not arguments:
+        print(PRINTS, end="")
+        return
     options = Parser(
         "list",
         "List model args, rules, estimators, presets, tasks, their metadata, or folders.",

@@ -33,7 +33,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator, Replay
 class Departure:
     """A step at which the rule picks other positions than the recorded ones."""
 
-    block: int  # target position at which the block begins
+    block: int  # the first target position of the block, which may begin in the context
     step: int
     margin: float | None  # of the rule's decision, in logits; None: the rule does not know
 
@@ -61,7 +61,7 @@ class _Followed(Replay):
     rows: Rows
     rule: rules.Rule
     sampler: BestDrawn | None
-    # by (row, target position of the block, step): the rule's margin where it differs
+    # by (row, first target position of the block, step): the rule's margin where it differs
     differences: dict[tuple[int, int, int], float | None] = dataclasses.field(default_factory=dict)
     log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)  # likewise
 
@@ -71,7 +71,7 @@ class _Followed(Replay):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         pick = super().__call__(predictions, lanes).pick
-        block = lanes.start - lanes.origin  # (R,) the target position at which it begins
+        block = (lanes.start - lanes.origin).clamp(min=0)  # (R,) its first target position
         keys = list(zip(lanes.row.tolist(), block.tolist(), lanes.step.tolist(), strict=True))
         if self.sampler is not None:
             values = self.sampler.log_selection(predictions, lanes, self.rows.targets(lanes), pick)  # (R,)

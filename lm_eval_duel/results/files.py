@@ -122,7 +122,7 @@ def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _as_file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]", "_", text)[:MAX_LENGTH]
+    return re.sub(r"[^\w-]", "_", text)[:MAX_LENGTH]  # no dots: LaTeX and people read an extension behind the first
 
 
 # ---------------------------------------------------------------- report.json

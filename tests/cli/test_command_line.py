@@ -17,6 +17,7 @@ from lm_eval.utils import simple_parse_args_string
 from lm_eval_duel.arguments import declared
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
+from lm_eval_duel.cli.listing import TABLES
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import Exit, Parser, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
@@ -317,6 +318,12 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
     for names in elsewhere:
         with run._task_files(names, both):
             assert TaskManager.__init__ is before, names
+
+
+def test_list_alone_prints_what_there_is_to_list(capsys):
+    program.main(["list"])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {*TABLES} <= {*names}
 
 
 def test_a_rule_is_listed_with_its_parameters(capsys):

@@ -79,6 +79,18 @@ def test_a_near_tie_is_told_from_another_rule():
     assert each.differences[0].step == 0 and not each.differences[0].near_tie
 
 
+def test_a_departure_names_a_target_position_of_its_block():
+    """On the row's grid the first block begins in the context."""
+    duel = Duel(Toy(length=8), "greedy", block=4, grid="row")
+    window = Window((1, 0), (0, 2, 1, 0))
+    [score] = duel.log_prob([window])
+    other = [7 - step for step in score.reveal_steps[:2]] + [
+        9 + max(score.reveal_steps) - step for step in score.reveal_steps[2:]
+    ]
+    [each] = duel.follow([window], [other])
+    assert {step.block for step in each.differences} == {0, 2}
+
+
 def test_steps_that_restart_under_a_rule_over_blocks_are_refused():
     duel = Duel(Toy(length=8), "klass:mu=0.41:nu=0.3:kl=authors:across=true", block=3)
     window = Window((), (0, 1, 2, 0, 1, 2))

@@ -269,6 +269,7 @@ def test_names_of_files_differ_where_case_is_ignored():
     """Two tables of one kind are named after what they are about."""
     found = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "NFE: M, block 4"), ("a", "rules", "NFE: N")]
     assert list(stems(found)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
+    assert list(stems([("notes.txt", "gap", "")])) == ["gap_notes_txt"], "the only extension is that of the table"
 
 
 @pytest.mark.parametrize(
