@@ -148,7 +148,7 @@ def task(
                 row=row,
                 interval=gaps.interval(row, draws),
                 window_stderr=None if row in draws else row.error(row.nats_window_stderr),
-                about_interval=Note(stats.too_few(row.texts)) if row in draws else row.no_interval,
+                about_interval=gaps.about_interval(row, draws),
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=gaps.gap_interval(row, ar, draws),

@@ -65,6 +65,11 @@ def interval(row: Row, draws: Draws) -> Interval | None:
     return stats.percentile_interval(of_row)
 
 
+def about_interval(row: Row, draws: Draws) -> Note:
+    """The reason that a row's value has no interval, or that the interval is from few documents; else empty."""
+    return Note(stats.too_few(row.texts)) if row in draws else row.no_interval
+
+
 def gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
     """The interval of a row's gap to the baseline."""
     if ar is None or row is ar or row not in draws or ar not in draws:
