@@ -19,6 +19,7 @@ from lm_eval_duel import denoisers, fingerprint, rules
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.rules import wrappers
+from lm_eval_duel.text.annotated import Gap, Residues
 
 pytestmark = pytest.mark.usefixtures("one_load")
 SPECS = {
@@ -67,6 +68,37 @@ def test_a_drawn_text_is_kept_under_its_seed_and_a_decoded_one_is_not(folder, tm
     assert [texts(seed, 1.0, cache=True) for seed in (0, 1, 2, 0)] == [*drawn, drawn[0]]
     decoded = texts(0, 0.0, cache=False)
     assert [texts(seed, 0.0, cache=True) for seed in (0, 1)] == [decoded, decoded]
+
+
+def test_a_cached_answer_is_that_of_its_own_request(folder, tmp_path):
+    """Requests that differ in one part alone are kept in one file; each has the answer of a run without it."""
+    drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 9.0}
+    generated = [
+        *ask("generate_until", ("a b", drawn), ("a b", drawn)),  # two documents of one prompt
+        *ask("generate_until", ("a b", drawn), task="another task"),
+        *ask("generate_until", ("a b", {**drawn, "max_gen_toks": 5}), ("a b", {**drawn, "temperature": 8.0})),
+        *ask("generate_until", ("a b", {**drawn, "do_sample": False, "temperature": 0.0})),
+    ]
+    scored = ask(
+        "loglikelihood",
+        *[("a", Gap("b the of")), ("a", Gap("b the of", "c")), ("a", Gap("b the of", "and"))],  # what follows a gap
+        *[("a", Residues("bac", "c", known)) for known in ((), (0,), (0, 1))],
+        *[("c", Gap("b the of")), ("a", Gap("b the and"))],
+    )
+
+    def answers(lm):
+        return [*lm.generate_until(generated), *(log_prob for log_prob, _ in lm.loglikelihood(scored))]
+
+    arguments = {"rule": "greedy", "block": 4}
+    expected = answers(model(folder, **arguments))
+    assert len(set(expected[:6])) > 3, "the parts change the texts that are drawn"
+    assert len({round(log_prob, 3) for log_prob in expected[6:]}) == 8
+    for _ in range(2):
+        lm = model(folder, **arguments)
+        found = answers(cached(lm, tmp_path))
+        assert found[:6] == expected[:6]
+        assert found[6:] == pytest.approx(expected[6:], abs=1e-4)
+    assert lm.get_model_info()["duel"]["forwards"] == 0, "the second time all of them stand in the file"
 
 
 # ---------------------------------------------------------------- files by content

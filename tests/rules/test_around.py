@@ -223,6 +223,24 @@ def test_a_rule_that_counts_its_calls_is_found_at_the_end_of_a_run():
         DuelEstimator(Toy(length=12), Counts(), 12).log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
 
 
+@dataclasses.dataclass(frozen=True)
+class CountsNearTheEnd(Counts):
+    """Negative control: a function of its predictions until two positions are left, which no first call reaches."""
+
+    def __call__(self, predictions, lanes):
+        if lanes.masked.sum(1).max() > 2:
+            return Own.__call__(self, predictions, lanes)
+        from_the_end = next(self.calls) % 2
+        masked = lanes.masked.flip(1) if from_the_end else lanes.masked
+        first = masked & (masked.cumsum(1) == 1)
+        return first.flip(1) if from_the_end else first
+
+
+def test_the_call_that_is_repeated_at_the_end_of_a_run_is_its_last():
+    with pytest.raises(InconsistentOutput):
+        DuelEstimator(Toy(length=12), CountsNearTheEnd(), 12).log_prob([Window((), (0,) * 12)])
+
+
 def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
     duel = DuelEstimator(Toy(length=12), Own(), 12)
     duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
