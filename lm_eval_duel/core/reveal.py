@@ -31,9 +31,9 @@ import torch
 
 from lm_eval_duel.core import row_checks
 from lm_eval_duel.core.decision import Decision, UnmaskingRule, require_pick
+from lm_eval_duel.core.draws import Draw
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows
 from lm_eval_duel.core.network import Evaluated, Evaluator, without_autocast
-from lm_eval_duel.core.predictions import Draw
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import STATISTICS, Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
