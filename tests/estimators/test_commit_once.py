@@ -317,7 +317,7 @@ class Fresh(DuelEstimator):
 def test_the_sampler_with_fresh_noise_has_these_probabilities():
     """The frequencies of samples, each under its own seed, against the mean of p over seeds."""
     toy = NoisyToy(length=2)
-    count = 1200
+    count = 800
     texts = [Window((), text) for text in every_text(2)]
     duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=count)
     p = [math.exp(score.others["log_mean_exp"].log_prob) for score in duel.log_prob(texts)]

@@ -125,12 +125,12 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
 
 
 def test_generate_fills_what_the_prompts_leave_of_a_short_row():
-    duel = Duel.from_pretrained("demo-bd", device="cpu", max_length=24)
+    duel = Duel.from_pretrained("demo-bd", rule="greedy:k=8", device="cpu", max_length=24)
     room = 24 - 1  # the special token before a text
     for prompts, longest in ((["We"], 2), ([[5, 6, 7], [5]], 3), ([[5] * 20], room - room // 2)):
         for generated in duel.generate(prompts):
             assert len(generated.tokens) == room - longest
-    infilling = Duel.from_pretrained("demo-mdm", device="cpu", max_length=24)
+    infilling = Duel.from_pretrained("demo-mdm", rule="greedy:k=8", device="cpu", max_length=24)
     [generated] = infilling.generate([[5]], suffixes=[[6, 7]])
     assert generated.window.length == 24
     assert generated.window.context[-1] == 5 and generated.window.suffix[:2] == (6, 7)  # nothing is cut
