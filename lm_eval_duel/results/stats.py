@@ -101,12 +101,12 @@ def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray) -> tuple[li
     undefined = count - int(is_positive.sum())
     if undefined > MAX_UNDEFINED * count:
         return None, f"no interval: {undefined:,} of {count:,} draws have no positive ELBO gap"
-    closed = (elbo - duel)[is_positive]
-    share = closed / gap[is_positive]  # in each draw: a ratio of means is not a mean of ratios
+    closed = 100 * (elbo - duel)[is_positive]
+    percent = closed / gap[is_positive]  # in each draw: a ratio of means is not a mean of ratios
     remark = ""
     if undefined:
         remark = f"{undefined:,} of {count:,} draws without a positive ELBO gap are left out"
-    return percentile_interval(100 * share), remark
+    return percentile_interval(percent), remark
 
 
 # ---------------------------------------------------------------- the bootstrap
