@@ -3,6 +3,7 @@
 lm-eval's command loads the model, opens the response cache and loads the tasks, in this order. For our models the tasks
 are loaded first, as soon as lm-eval has found their names:
 
+    arguments of lm-eval      there is a task and a document, and results can be written
     config.json, tokenizer    text/loading.py: nothing contradicts the model args
     --use_cache               no file was written under other model args
     tasks                     loaded once, for lm-eval to take; the estimator answers their kind of request
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lm_eval_duel.console.command_line import key_values
-from lm_eval_duel.errors import DuelError, first_line
+from lm_eval_duel.console.command_line import FLAGS, key_values
+from lm_eval_duel.errors import DuelError, UsageError, first_line, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.store import require_same_args
@@ -36,6 +37,7 @@ CONTINUATIONS = ("loglikelihood", "multiple_choice")  # tasks that ask for the l
 def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     """Load the tasks, which `manager` then hands to lm-eval; raises DuelError for what would end the run later."""
     patches.in_lm_evals_command()
+    _check_arguments(config)
     model_args = config.model_args or {}
     if isinstance(model_args, str):
         model_args = key_values(model_args)
@@ -56,6 +58,23 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     for task in loaded["tasks"].values():
         _require_answers(task, options.estimator)
     _hand_over(manager, loaded)
+
+
+@usage()
+def _check_arguments(config: EvaluatorConfig) -> None:
+    """Raise UsageError for arguments of lm-eval that it takes, and fails over once a model is loaded or has scored."""
+    if not config.tasks:
+        raise UsageError(
+            "--tasks names no task: there is no YAML file of a task in that folder. To score the texts in it, add a "
+            "slash to its name."
+        )
+    if config.limit is not None and config.limit <= 0:
+        raise UsageError(
+            f"--limit is a number of documents, or below 1 a share of them; got {config.limit:g}. Leave it out for all."
+        )
+    if config.output_path:
+        output = Path(config.output_path)
+        FLAGS["out"].read("--output_path", str(output.parent if output.suffix == ".json" else output))
 
 
 def _seed(seeds: Any) -> None:

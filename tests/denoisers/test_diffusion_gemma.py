@@ -42,6 +42,9 @@ if "diffusion_gemma" not in transformers.CONFIG_MAPPING:
 
 import gemma_reference  # noqa: E402
 
+# the name of the argument for kept keys is that of the installed transformers
+pytestmark = pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):

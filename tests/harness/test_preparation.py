@@ -9,7 +9,7 @@ from harness_requests import ask, cached
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.tasks import task_folder
 
 SEEDS = [1, 2, 3, 4]
@@ -65,12 +65,19 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"model_args": {"preset": "llada", "family": "dream"}}, "family dream"),
         (["sotu"], {"model_args": {"pretrained": "demo-ar"}}, "estimator=ar"),
         (["sotu"], {"model_args": {"rule": "gredy"}}, "greedy"),
+        (["sotu"], {"limit": 0.0}, "--limit"),
+        (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
     ],
 )
 def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):
     config = settings(tasks, **others)
     with pytest.raises(DuelError, match=named):
         config.process_tasks(config.metadata)
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--tasks"):
+        settings([str(tmp_path)]).process_tasks()
 
 
 def test_a_data_set_that_is_missing_is_named(tmp_path):

@@ -9,7 +9,6 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.layouts import NEEDED, Config, Tensors, lookup
 from lm_eval_duel.denoisers.hf.pretrained import (
     Pretrained,
+    cache_name,
     misshapen,
     quiet_transformers,
     special_kwargs,
@@ -46,12 +46,11 @@ class Decoder(Pretrained):
     """A decoder of transformers under the attention mask of its diffusion family."""
 
     maskless = False  # whole rows are evaluated without a mask
-    cache_name = "past_key_values"  # of the argument for kept keys
+    cache_name: str  # of the argument for kept keys
 
     def take(self, model: Any) -> None:
         super().take(model)
-        if "cache" in inspect.signature(type(model.base_model).forward).parameters:  # from transformers 5.24 on
-            self.cache_name = "cache"
+        self.cache_name = cache_name(model.base_model)
         self.set_columns(model.config.vocab_size)
         if self.attention == "bidirectional":
             self.maskless = self._is_bidirectional_without_mask()

@@ -28,7 +28,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.own_forward import CAUSAL_LM, CausalLM
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, cache_name
 from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError
 
@@ -133,6 +133,7 @@ class Canvases(Pretrained):
 
     def take(self, model: Any) -> None:
         super().take(model)
+        self.cache_name = cache_name(model.model.decoder)
         self.set_columns(self.vocab_size)
         with torch.no_grad():
             self._require_separate_canvases()
@@ -158,7 +159,7 @@ class Canvases(Pretrained):
 
     def encode(self, ids: torch.Tensor, past: Any = None) -> Any:
         """The keys and values of `past` and of clean ids (1, L) after it; `past` is extended in place."""
-        return self.model.model.encoder(input_ids=ids, past_key_values=past).past_key_values
+        return self.model.model.encoder(input_ids=ids, **{self.cache_name: past}).past_key_values
 
     def decode(
         self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None, signal: torch.Tensor | None = None
@@ -177,7 +178,8 @@ class Canvases(Pretrained):
                     return inputs[0], signal.to(inputs[1])
 
                 hooks.callback(decoder.self_conditioning.register_forward_pre_hook(replace).remove)
-            out = decoder(decoder_input_ids=canvases, past_key_values=repeated, self_conditioning_logits=before)
+            kept = {self.cache_name: repeated}
+            out = decoder(decoder_input_ids=canvases, self_conditioning_logits=before, **kept)
         features: torch.Tensor = out.last_hidden_state.to(self.device)
         return features
 

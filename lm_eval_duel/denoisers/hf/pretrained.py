@@ -9,6 +9,7 @@ Shapes: N rows of a call, Q queries, K keys, V tokens.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -230,6 +231,11 @@ def _table_after_padding(model: torch.nn.Module) -> Any:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return module
     return None
+
+
+def cache_name(network: torch.nn.Module) -> str:
+    """The name of the argument for kept keys and values of a network of transformers: `cache` from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(type(network).forward).parameters else "past_key_values"
 
 
 def is_native(model: torch.nn.Module) -> bool:
