@@ -287,42 +287,48 @@ class Predictions:
         return Top(*map(self._statistic, Top._fields))
 
     def _statistic(self, name: str, kept: bool = True) -> torch.Tensor:
-        """A statistic by name: of `Top`, the entropy (U,), the log-probs (U, V), or the logit of each target (C,).
-
-        The first pass over the logits also reads what every step needs: the top tokens and the targets.
-        """
+        """A statistic by name: of `Top`, the entropy (U,), the log-probs (U, V), or the logit of each target (C,)."""
         if name in self._computed:
             return self._computed[name]
-        first_pass = not self._computed
-        targets = self._targets if first_pass else None
-        positions_of_parts = self._positions_of_parts() if targets is not None else []
-        parts: dict[str, list[torch.Tensor]] = {}  # what has been read of each chunk, by name
+        statistics = self._later_pass(name) if self._computed else self._first_pass(name)
+        value = statistics[name] if kept else statistics.pop(name)
+        self._computed |= statistics
+        return value
+
+    def _first_pass(self, name: str) -> dict[str, torch.Tensor]:
+        """What every step needs, in one pass over the logits: the top tokens, the targets, and the statistic `name`."""
+        targets = self._targets
+        positions_of_parts = [] if targets is None else self._positions_of_parts()
+        parts: list[dict[str, torch.Tensor]] = []  # what has been read of each chunk, by name
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
-            read: dict[str, torch.Tensor] = {}
-            if first_pass:
-                top = top_of(logits)
-                read |= top._asdict()
-            else:
-                top = Top(*(self._computed[field][part] for field in Top._fields))
+            top = top_of(logits)
+            read = top._asdict()
             if name in READ:
                 read[name] = READ[name](logits, top)
             if targets is not None:
                 positions = positions_of_parts[n]  # (c,)
                 row = self._row[positions] - part.start  # (c,) in the chunk
                 read["target"] = logits[row, targets[positions]]  # (c,)
-            for key, values in read.items():
-                parts.setdefault(key, []).append(values)
-        statistics = {key: torch.cat(values) for key, values in parts.items()}
+            parts.append(read)
+
+        statistics = {}
+        for key in parts[0]:
+            statistics[key] = torch.cat([read[key] for read in parts])
         if targets is not None:  # back into the order of masked positions
             logit = statistics["target"]  # (C,)
             order = torch.cat(positions_of_parts)  # (C,)
             statistics["target"] = torch.empty_like(logit).index_copy_(0, order, logit)
-        if first_pass:
-            self._require_finite(statistics["logit"], statistics["confidence"])
-        value = statistics[name] if kept else statistics.pop(name)
-        self._computed |= statistics
-        return value
+        self._require_finite(statistics["logit"], statistics["confidence"])
+        return statistics
+
+    def _later_pass(self, name: str) -> dict[str, torch.Tensor]:
+        """A statistic that the first pass did not read, by name, in another pass."""
+        values = []
+        for part in self._parts(len(self._features)):
+            top = Top(*(self._computed[field][part] for field in Top._fields))
+            values.append(READ[name](self._logits(part), top))
+        return {name: torch.cat(values)}
 
     def _require_finite(self, logit: torch.Tensor, confidence: torch.Tensor) -> None:
         finite = logit.isfinite() & ~confidence.isnan()  # (U,)

@@ -1,4 +1,4 @@
-"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: deferred signals, accumulators, the budget.
+"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: a budget, accumulators, deferred signals.
 
     while lanes:
         predictions = view(lanes)
@@ -42,220 +42,7 @@ from lm_eval_duel.errors import LaneError
 if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SECOND_AFTER = 2.0  # seconds: a launcher repeats the Ctrl-C that its processes have already received
-
-_pending: tuple[int, float] | None = None  # the deferred signal, and when it arrived
-
-
-class Interrupted(SystemExit):
-    """A signal has ended the run. The exit status is 128 + its number, as in a shell."""
-
-    def __init__(self, number: int):
-        super().__init__(128 + number)
-        self.name = signal.Signals(number).name
-
-
-def _defer(number: int, frame: FrameType | None) -> None:
-    global _pending
-    now = time.monotonic()
-    if _pending is None:
-        _pending = number, now
-    elif number == signal.SIGINT and now - _pending[1] > SECOND_AFTER:
-        raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Defer signals until `check` or the end of the block. A second Ctrl-C after two seconds is not deferred."""
-    global _pending
-    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
-        yield
-        return
-    _pending = None
-    before = [signal.signal(number, _defer) for number in SIGNALS]
-    try:
-        yield
-        check()
-    finally:
-        _pending = None
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def check() -> None:
-    """Raise Interrupted if a signal is pending."""
-    if _pending is not None:
-        raise Interrupted(_pending[0])
-
-
-# ---------------------------------------------------------------- accumulators
-# Accumulators of the steps of lanes, which yield the score of each finished window.
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of some lanes. Accumulators ask for what they add up."""
-
-    lanes: Lanes  # before it
-    evaluated: Evaluated  # what the view returned
-    decision: Decision
-    tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
-
-    @property
-    def predictions(self) -> Predictions:
-        """The predictions that the view returned, as every view does but that of `noised_elbo`."""
-        return cast("Predictions", self.evaluated)
-
-    @cached_property
-    def log_prob(self) -> torch.Tensor:
-        """The log-probability of the tokens, float64 (R, W)."""
-        return self.predictions.log_prob(self.tokens)
-
-
-class Accumulator(Protocol):
-    """An accumulator of the steps of one group of windows."""
-
-    def add(self, step: Step) -> None:
-        """Add one step. After an out-of-memory error in here, the same step is added again."""
-
-    def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of each window that these finished lanes complete."""
-
-
-class ScoreAccumulator:
-    """The scores of one group of windows, on the network's device, in float64."""
-
-    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None, note: str = ""):
-        count, length = rows.ids.shape
-        device = rows.ids.device
-        self.note = note  # on each score
-        self.origin = rows.origin.tolist()
-        self.target = rows.target.tolist()
-        self.has_margins = True
-
-        # one column more than the rows, which takes what is written at positions that are not picked
-        self.length = length
-        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
-        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
-        self.statistics: dict[str, torch.Tensor] = {}  # (N, L + 1) each
-        if traced:
-            self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS}
-
-        column = torch.arange(length, device=device)  # (L,)
-        in_target = (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])  # (N, L)
-        known = rows.visible & in_target  # (N, L)
-        for plane in (self.log_probs, *self.statistics.values()):
-            plane[:, :length].masked_fill_(known, 0.0)
-        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
-        self.expected = rows.target - known.sum(1) if expected is None else expected  # (N,) positions to reveal
-
-    def add(self, step: Step) -> None:
-        """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
-        lanes = step.lanes
-        predictions = step.predictions
-        decision = step.decision
-        pick = decision.pick  # (R, W)
-        log_prob = step.log_prob  # (R, W)
-        missed = ((step.tokens != predictions.argmax) & pick).any(1)  # (R,)
-        step_taken = torch.ones_like(missed)  # (R,)
-        counted = [pick.sum(1), step_taken, missed, decision.near_tie, predictions.all_mask]
-        sums = torch.stack(counted, 1).long()  # (R, 5)
-        row = lanes.row[:, None].expand_as(pick)  # (R, W)
-        column = torch.where(pick, lanes.columns, self.length)  # (R, W)
-        self.log_probs.index_put_((row, column), log_prob)
-        self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
-        for name, plane in self.statistics.items():
-            plane.index_put_((row, column), getattr(predictions, name).double())
-        # on out-of-memory before this line, the step is taken again and writes the same values
-        self.sums.index_add_(0, lanes.row, sums)
-        self.has_margins &= decision.decision_margin is not None
-
-    def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of each window that has no lane left."""
-        rows = finished.row.unique()  # (n,)
-        return self.scores(rows[self.sums[rows, 0] == self.expected[rows]])
-
-    def scores(self, rows: torch.Tensor) -> IndexedScores:
-        """(row, score) of each of `rows` (n,)."""
-        if not len(rows):
-            return
-        log_probs = self.log_probs[rows].cpu()  # (n, L + 1)
-        steps = self.reveal_steps[rows].cpu()  # (n, L + 1)
-        sums = self.sums[rows].cpu()  # (n, 5)
-        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}  # (n, L + 1) each
-        for n, row in enumerate(rows.tolist()):
-            span = slice(self.origin[row], self.origin[row] + self.target[row])
-            traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
-            _, nfe, missed, near_ties, all_mask = sums[n].tolist()
-            score = Score(
-                log_prob=float(log_probs[n, span].sum()),
-                is_greedy=not missed,
-                reveal_steps=tuple(steps[n, span].tolist()),
-                token_logprobs=tuple(log_probs[n, span].tolist()),
-                nfe=nfe,
-                near_ties=near_ties if self.has_margins else None,
-                all_mask_starts=all_mask,
-                note=self.note,
-                **traced,
-            )
-            yield row, score
-
-
-# ---------------------------------------------------------------- budget
-# The size of a network call while a run goes on; core/batch_size.py finds the first one.
-
-
 log = logging.getLogger("lm_eval.duel_mdm")
-
-VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
-
-
-@dataclasses.dataclass
-class Budget:
-    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
-
-    tokens: int
-    values: int = VALUES
-    halved: bool = False
-
-    def rows(self, cost: int, values: int = 0) -> int:
-        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
-        fits = self.tokens // max(cost, 1)
-        if values:
-            fits = min(fits, self.values // values)
-        return max(1, fits)
-
-    def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
-        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
-        denoiser = view.denoiser
-        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
-        width = max(part.masked.shape[1] for part in lanes)
-        values = view.carries * width
-        if not denoiser.splits_head:  # logits at every position of a row
-            values += cost * denoiser.vocab_size
-        elif rule.dense_memory:  # those of two steps, and what is computed from them
-            values += 4 * width * denoiser.vocab_size
-        return self.rows(cost, values)
-
-    def halve(self, device: torch.device) -> None:
-        """Halve both after an out-of-memory error; logged once."""
-        if not self.halved:
-            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
-            self.halved = True
-        self.tokens = max(1, self.tokens // 2)
-        self.values = max(1, self.values // 2)
-        free(device)
-
-
-def free(device: torch.device) -> None:
-    """Release unused memory of the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-# ---------------------------------------------------------------- the loop
-
 
 BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
@@ -435,3 +222,215 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         position = max(0, int(lanes.start[lane] - lanes.origin[lane]))  # a block may begin inside the context
         place = f"(Window {window}, block at target position {position}, step {int(lanes.step[lane])}.)"
         raise type(error)(f"{error} {place}", window) from None
+
+
+# ---------------------------------------------------------------- budget
+# The size of a network call while a run goes on; core/batch_size.py finds the first one.
+
+
+VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
+
+
+@dataclasses.dataclass
+class Budget:
+    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
+
+    tokens: int
+    values: int = VALUES
+    halved: bool = False
+
+    def rows(self, cost: int, values: int = 0) -> int:
+        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
+        fits = self.tokens // max(cost, 1)
+        if values:
+            fits = min(fits, self.values // values)
+        return max(1, fits)
+
+    def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
+        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
+        denoiser = view.denoiser
+        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
+        width = max(part.masked.shape[1] for part in lanes)
+        values = view.carries * width
+        if not denoiser.splits_head:  # logits at every position of a row
+            values += cost * denoiser.vocab_size
+        elif rule.dense_memory:  # those of two steps, and what is computed from them
+            values += 4 * width * denoiser.vocab_size
+        return self.rows(cost, values)
+
+    def halve(self, device: torch.device) -> None:
+        """Halve both after an out-of-memory error; logged once."""
+        if not self.halved:
+            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
+            self.halved = True
+        self.tokens = max(1, self.tokens // 2)
+        self.values = max(1, self.values // 2)
+        free(device)
+
+
+def free(device: torch.device) -> None:
+    """Release unused memory of the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- accumulators
+# Accumulators of the steps of lanes, which yield the score of each finished window.
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of some lanes. Accumulators ask for what they add up."""
+
+    lanes: Lanes  # before it
+    evaluated: Evaluated  # what the view returned
+    decision: Decision
+    tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
+
+    @property
+    def predictions(self) -> Predictions:
+        """The predictions that the view returned, as every view does but that of `noised_elbo`."""
+        return cast("Predictions", self.evaluated)
+
+    @cached_property
+    def log_prob(self) -> torch.Tensor:
+        """The log-probability of the tokens, float64 (R, W)."""
+        return self.predictions.log_prob(self.tokens)
+
+
+class Accumulator(Protocol):
+    """An accumulator of the steps of one group of windows."""
+
+    def add(self, step: Step) -> None:
+        """Add one step. After an out-of-memory error in here, the same step is added again."""
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of each window that these finished lanes complete."""
+
+
+class ScoreAccumulator:
+    """The scores of one group of windows, on the network's device, in float64."""
+
+    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None, note: str = ""):
+        count, length = rows.ids.shape
+        device = rows.ids.device
+        self.note = note  # on each score
+        self.origin = rows.origin.tolist()
+        self.target = rows.target.tolist()
+        self.has_margins = True
+
+        # one column more than the rows, which takes what is written at positions that are not picked
+        self.length = length
+        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
+        self.statistics: dict[str, torch.Tensor] = {}  # (N, L + 1) each
+        if traced:
+            self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS}
+
+        column = torch.arange(length, device=device)  # (L,)
+        in_target = (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])  # (N, L)
+        known = rows.visible & in_target  # (N, L)
+        for plane in (self.log_probs, *self.statistics.values()):
+            plane[:, :length].masked_fill_(known, 0.0)
+        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
+        self.expected = rows.target - known.sum(1) if expected is None else expected  # (N,) positions to reveal
+
+    def add(self, step: Step) -> None:
+        """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
+        lanes = step.lanes
+        predictions = step.predictions
+        decision = step.decision
+        pick = decision.pick  # (R, W)
+        log_prob = step.log_prob  # (R, W)
+        missed = ((step.tokens != predictions.argmax) & pick).any(1)  # (R,)
+        step_taken = torch.ones_like(missed)  # (R,)
+        counted = [pick.sum(1), step_taken, missed, decision.near_tie, predictions.all_mask]
+        sums = torch.stack(counted, 1).long()  # (R, 5)
+        row = lanes.row[:, None].expand_as(pick)  # (R, W)
+        column = torch.where(pick, lanes.columns, self.length)  # (R, W)
+        self.log_probs.index_put_((row, column), log_prob)
+        self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
+        for name, plane in self.statistics.items():
+            plane.index_put_((row, column), getattr(predictions, name).double())
+        # on out-of-memory before this line, the step is taken again and writes the same values
+        self.sums.index_add_(0, lanes.row, sums)
+        self.has_margins &= decision.decision_margin is not None
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of each window that has no lane left."""
+        rows = finished.row.unique()  # (n,)
+        return self.scores(rows[self.sums[rows, 0] == self.expected[rows]])
+
+    def scores(self, rows: torch.Tensor) -> IndexedScores:
+        """(row, score) of each of `rows` (n,)."""
+        if not len(rows):
+            return
+        log_probs = self.log_probs[rows].cpu()  # (n, L + 1)
+        steps = self.reveal_steps[rows].cpu()  # (n, L + 1)
+        sums = self.sums[rows].cpu()  # (n, 5)
+        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}  # (n, L + 1) each
+        for n, row in enumerate(rows.tolist()):
+            span = slice(self.origin[row], self.origin[row] + self.target[row])
+            traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
+            _, nfe, missed, near_ties, all_mask = sums[n].tolist()
+            score = Score(
+                log_prob=float(log_probs[n, span].sum()),
+                is_greedy=not missed,
+                reveal_steps=tuple(steps[n, span].tolist()),
+                token_logprobs=tuple(log_probs[n, span].tolist()),
+                nfe=nfe,
+                near_ties=near_ties if self.has_margins else None,
+                all_mask_starts=all_mask,
+                note=self.note,
+                **traced,
+            )
+            yield row, score
+
+
+# ---------------------------------------------------------------- signals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECOND_AFTER = 2.0  # seconds: a launcher repeats the Ctrl-C that its processes have already received
+
+_pending: tuple[int, float] | None = None  # the deferred signal, and when it arrived
+
+
+class Interrupted(SystemExit):
+    """A signal has ended the run. The exit status is 128 + its number, as in a shell."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
+def _defer(number: int, frame: FrameType | None) -> None:
+    global _pending
+    now = time.monotonic()
+    if _pending is None:
+        _pending = number, now
+    elif number == signal.SIGINT and now - _pending[1] > SECOND_AFTER:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Defer signals until `check` or the end of the block. A second Ctrl-C after two seconds is not deferred."""
+    global _pending
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+        yield
+        return
+    _pending = None
+    before = [signal.signal(number, _defer) for number in SIGNALS]
+    try:
+        yield
+        check()
+    finally:
+        _pending = None
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def check() -> None:
+    """Raise Interrupted if a signal is pending."""
+    if _pending is not None:
+        raise Interrupted(_pending[0])
