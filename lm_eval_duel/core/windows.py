@@ -71,17 +71,24 @@ class Window:
     def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0, known: Ids = ()):
         if tail < 0:
             raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail}.")
-        parts = {"context": as_ids(context), "target": as_ids(target), "suffix": as_ids(suffix), "tail": tail}
+        target_ids = as_ids(target)
+        indices = tuple(sorted(set(as_ids(known))))
+        if indices:
+            outside = indices[0] < 0 or indices[-1] >= len(target_ids)
+            if outside or len(indices) == len(target_ids):
+                raise DuelError(
+                    f"known takes indices of target positions, 0 to {len(target_ids) - 1}, but not all of them; got "
+                    f"{list(indices)}."
+                )
+        parts = {
+            "context": as_ids(context),
+            "target": target_ids,
+            "suffix": as_ids(suffix),
+            "tail": tail,
+            "known": indices,
+        }
         for name, value in parts.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
-        indices = tuple(sorted(set(as_ids(known))))
-        inside = not indices or (indices[0] >= 0 and indices[-1] < len(self.target))
-        if not inside or (indices and len(indices) == len(self.target)):
-            raise DuelError(
-                f"known takes indices of target positions, 0 to {len(self.target) - 1}, but not all of them; got "
-                f"{list(indices)}."
-            )
-        object.__setattr__(self, "known", indices)
 
     @property
     def length(self) -> int:

@@ -242,8 +242,8 @@ class Elbo(MonteCarloBound):
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
         weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
         kept = lanes.select(first)
-        planes = weights[:, None].expand(-1, kept.masked.shape[1], -1), *(plane[first] for plane in level)
-        kept = dataclasses.replace(kept, memory=planes)
+        at_positions = weights[:, None].expand(-1, kept.masked.shape[1], -1)  # (r, W, S)
+        kept = dataclasses.replace(kept, memory=(at_positions, *kept.memory[1:]))
         return kept.select(kept.masked.any(1))
 
     def _masked(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:

@@ -355,30 +355,48 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     def moves(self, level: StateLevel, planes: Planes) -> Moves:
         """The moves of n draws, by the position that ranks last among them, and of all draws above `tau`."""
+        count = self.rule.counts.of_sizes(level.first, level.masked.sum(1))  # (X,)
+        above = level.masked & self.rule.above(planes["score"])  # (X, W)
+        products = [self._best(level, planes, count, above)]
+        if self.arguments.tau is not None:
+            products.append(self._above(level, planes, count, above))
+        state, log_in, log_out, least, most = (torch.cat(parts) for parts in zip(*products, strict=True))
+        return independent(state, log_in, log_out, torch.stack([least, most]))
+
+    def _best(
+        self, level: StateLevel, planes: Planes, count: torch.Tensor, above: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The products of the `count` (X,) best draws, one for each position that may rank last among them.
+
+        Returns state (c,), log_in and log_out (c, W), and the least and the most members (c,), as `independent` takes
+        them.
+        """
         masked = level.masked  # (X, W)
-        log_p = planes["log_probs"]  # (X, W)
         score = planes["score"]  # (X, W)
-        count = self.rule.counts.of_sizes(level.first, masked.sum(1))  # (X,)
-        above = masked & self.rule.above(score)  # (X, W)
+        # a draw above `tau` is kept with all others above it, so it does not rank last
         state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
         position = torch.arange(masked.shape[1], device=last.device)  # (W,)
+        is_last = position == last[:, None]  # (c, W)
+
         # members of the subset rank before its last one: a larger score, or an equal one further left
         of_state = score[state]  # (c, W)
         of_last = score[state, last][:, None]  # (c, 1)
         before = (of_state > of_last) | ((of_state == of_last) & (position <= last[:, None]))  # (c, W)
-        log_out = planes["log_after"][state, :, last].masked_fill(position == last[:, None], -math.inf)
-        log_in = log_p[state].where(before & masked[state], -math.inf)
-        most = count[state]
-        least = most
+
+        log_in = planes["log_probs"][state].where(before & masked[state], -math.inf)
+        log_out = planes["log_after"][state, :, last].masked_fill(is_last, -math.inf)  # the last one is a member
         log_out = log_out.where(masked[state], 0.0)
-        if self.arguments.tau is not None:
-            every = torch.arange(len(masked), device=last.device)[count > 0]  # (x,)
-            state = torch.cat([state, every])
-            log_in = torch.cat([log_in, log_p[every].where(above[every], -math.inf)])
-            log_out = torch.cat([log_out, planes["log_quiet"][every].where(masked[every], 0.0)])
-            least = torch.cat([least, count[every]])
-            most = torch.cat([most, torch.full_like(every, masked.shape[1])])
-        return independent(state, log_in, log_out, torch.stack([least, most]))
+        return state, log_in, log_out, count[state], count[state]
+
+    def _above(
+        self, level: StateLevel, planes: Planes, count: torch.Tensor, above: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The products of all draws above `tau`, of which there are at least `count` (X,); returns as `_best`."""
+        masked = level.masked  # (X, W)
+        state = (count > 0).nonzero()[:, 0]  # (x,)
+        log_in = planes["log_probs"][state].where(above[state], -math.inf)  # (x, W)
+        log_out = planes["log_quiet"][state].where(masked[state], 0.0)  # (x, W)
+        return state, log_in, log_out, count[state], torch.full_like(state, masked.shape[1])
 
 
 def _unscored(sample: Sample) -> Sample:

@@ -87,14 +87,10 @@ class Total:
         """Add another total of the same value. What is not known of one of them is not known of the sum."""
         if not other.windows:
             return
-        if not self.windows:
-            self.name = other.name
-            self.summed = other.summed
-            self.blocks = None if other.blocks is None else type(other.blocks)()
-            self.others = None if other.others is None else {name: Total() for name in other.others}
-            self.errors = None if other.errors is None else {}
-        else:
+        if self.windows:
             self.summed += other.summed
+        else:
+            self._begin(other)
         self.windows += other.windows
         self.tokens += other.tokens
         self.is_greedy &= other.is_greedy
@@ -106,14 +102,28 @@ class Total:
         if self.others and other.others:
             for name, total in other.others.items():
                 self.others[name].merge(total)
+        self._merge_errors(other)
+
+    def _begin(self, first: Total) -> None:
+        """Take from the first total what value this is; all but its sum is still that of no window."""
+        self.name = first.name
+        self.summed = first.summed
+        self.blocks = None if first.blocks is None else type(first.blocks)()
+        self.others = None if first.others is None else {name: Total() for name in first.others}
+        self.errors = None if first.errors is None else {}
+
+    def _merge_errors(self, other: Total) -> None:
+        """Add the windows of another total to those whose errors are known; of equal windows, one has drawn blocks."""
         if self.errors is None or other.errors is None:
             self.errors = None
             return
         copies = 0  # drawn blocks that are counted already
         for window, (count, error, drawn) in other.errors.items():
-            before = self.errors[window][0] if window in self.errors else 0
+            before = 0
+            if window in self.errors:
+                before, _, _ = self.errors[window]
+                copies += drawn
             self.errors[window] = (before + count, error, drawn)
-            copies += drawn if before else 0
         if copies and isinstance(self.blocks, TwoPhaseBlocks):
             self.blocks = dataclasses.replace(self.blocks, drawn=self.blocks.drawn - copies)
 

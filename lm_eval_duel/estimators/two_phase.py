@@ -23,12 +23,11 @@ Shapes: N windows, B blocks of a window.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -47,6 +46,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 
 BLOCK = 3  # key of the random numbers, different for each estimator
+FIRST_CACHE: Final = "dual"  # the cached sampler of the first phase, if none is named
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
 
 
@@ -81,7 +81,7 @@ class TwoPhase(Estimator):
         draw_seed: int = 0,
         **layout: Any,
     ):
-        cache = cache or "dual"
+        cache = cache or FIRST_CACHE
         rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_two_phase(denoiser, rule, cache)
         super().__init__(denoiser, block, **layout)
@@ -147,20 +147,19 @@ class TwoPhase(Estimator):
             return
         duel = self.phases[name].with_counts(self.counts, self.row_checks)
         phase = self.counts.phases.setdefault(name, PhaseCounts())
-        before = copy.copy(self.counts)
+        forwards = self.counts.forwards
+        rows = self.counts.rows
         group = dataclasses.replace(group, opened=duel.denoiser.open)
-        scores = duel.score_blocks(group, spans, duel.followed)
+        began = time.perf_counter()
         try:
-            while True:
-                began = time.perf_counter()
-                scored = next(scores, None)
+            for scored in duel.score_blocks(group, spans, duel.followed):
                 phase.seconds += time.perf_counter() - began
-                if scored is None:
-                    break
                 yield scored
+                began = time.perf_counter()  # what the caller does with a score is no part of the phase
+            phase.seconds += time.perf_counter() - began
         finally:
-            phase.forwards += self.counts.forwards - before.forwards
-            phase.rows += self.counts.rows - before.rows
+            phase.forwards += self.counts.forwards - forwards
+            phase.rows += self.counts.rows - rows
 
     def _estimate(
         self, group: WindowGroup, row: int, weights: torch.Tensor, cached: Score, uncached: Score | None

@@ -24,7 +24,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.totals import score_documents
-from lm_eval_duel.estimators.two_phase import TwoPhase
+from lm_eval_duel.estimators.two_phase import FIRST_CACHE, TwoPhase
 from lm_eval_duel.library.ids import (
     AUTO,
     GREEDY,
@@ -308,7 +308,7 @@ class Duel(OnIds):
         texts: Sequence[str],
         *,
         sample: float = TwoPhaseArguments.sample,
-        cache: Literal["dual", "prefix"] = "dual",
+        cache: Literal["dual", "prefix"] = FIRST_CACHE,
         seed: int = 0,
     ) -> list[TextEstimate]:
         """Estimate the value of `score` for each text, with its standard error, for a fraction of the work.
