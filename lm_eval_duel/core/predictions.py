@@ -296,7 +296,7 @@ class Predictions:
         return value
 
     def _first_pass(self, name: str) -> dict[str, torch.Tensor]:
-        """What every step needs, in one pass over the logits: the top tokens, the targets, and the statistic `name`."""
+        """The statistics that every step needs, the logit of each target, and the statistic `name`, in one pass."""
         targets = self._targets
         positions_of_parts = [] if targets is None else self._positions_of_parts()
         parts: list[dict[str, torch.Tensor]] = []  # what has been read of each chunk, by name
