@@ -126,7 +126,7 @@ def test_bins_of_calibration_end_at_tenths():
 # ---------------------------------------------------------------- every rule of a call under the same arguments
 
 
-@pytest.mark.parametrize("more", [{}, {"grid": "row"}, {"temperature": 0.7}])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), {"grid": "row"}, {"temperature": 0.7}])
 def test_rules_that_are_measured_together_have_the_values_of_each_alone(more):
     torch.manual_seed(0)
     model = tiny.network("bert")

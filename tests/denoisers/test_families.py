@@ -119,7 +119,7 @@ PARTLY_LIKE = {  # others here: one window of each is compared in a plain run, a
     *("smdm", "llada-moe", "coda", "a2d-qwen2", "a2d-llama", "a2d-qwen3-bd3lm", "open-dllm", "sdar-moe", "llada2.2"),
     *("plain bidirectional", "plain block_causal", "sedd-retrained", "convbert", "bigbird", "fnet"),
     *("own llada", "own sdar", "own rnd1", "qwen2", "gemma2", "mixtral", "mamba"),
-    *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2"),
+    *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2", "fast-dllm-v2", "esm-2", "bert"),
 }
 FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]]
 CUT_LIKE = ("fast-dllm-v2", "bd3lm")  # a cut last block is compared under other block-causal networks

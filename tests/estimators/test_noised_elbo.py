@@ -32,7 +32,7 @@ TEXT = (1, 2)
 PROCESSES = [(name, "none") for name in PLAIN] + [
     (name, kind) for name in ("conditioned", "conditioned denoiser") for kind in ("none", "twice", "chain")
 ]
-FAST = [(name, "none") for name in PLAIN]
+FAST = [("uniform plugin", "none"), ("hybrid denoiser", "none"), ("masks", "none")]
 FAST += [("conditioned", "twice"), ("conditioned denoiser", "chain")]
 
 

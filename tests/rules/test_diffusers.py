@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from drawn_reference import logits_of
+from laws import slow_but
 from noised_toys import NoisyToy
 from toys import BlockCausal
 
@@ -102,7 +103,10 @@ class Canvas(NoisyToy):
         return found.masked_fill(self.excluded, -torch.inf)[len(context) :]
 
 
-@pytest.mark.parametrize(("steps", "threshold"), [(4, 0.45), (3, 0.7), (6, 0.6), (2, 0.95), (8, 0.99)])
+SCHEDULES = [(4, 0.45), (3, 0.7), (6, 0.6), (2, 0.95), (8, 0.99)]
+
+
+@pytest.mark.parametrize(("steps", "threshold"), slow_but(SCHEDULES, SCHEDULES[::2]))
 def test_with_noise_handed_over_it_commits_the_same_at_the_same_steps(steps, threshold):
     """At temperature 0. Its quota counts up, so that a step may commit nothing."""
     for seed in range(4):
