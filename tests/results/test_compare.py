@@ -1,0 +1,216 @@
+"""Two lists of scores of the same texts: their paired difference, its verdict, and both in a report of score files."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from results import text_score
+
+from lm_eval_duel import DuelError, compare
+from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
+from lm_eval_duel.results import read, stats
+from lm_eval_duel.results.read import SCORE_VERSION
+from lm_eval_duel.results.runs import SCHEMA
+
+SIZE = 40
+
+
+def scores(shift=0.0, seed=1, tokens=None, **drawn):
+    """Scores of the same texts; `shift` in nats per token. `drawn`: as in `text_score`."""
+    texts = np.random.default_rng(0)
+    noise = np.random.default_rng(seed)
+    found = []
+    for n in range(SIZE):
+        count = int(texts.integers(20, 60))
+        hard = texts.normal(3.4, 0.5)
+        nats = -count * (hard + shift + noise.normal(0, 0.02))
+        found.append(text_score(f"text {n} " + "word " * count, nats, tokens or count, **drawn))
+    return found
+
+
+def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
+    a = scores(0.0)
+    b = scores(0.05, seed=2)
+    tokens = np.array([len(score.tokens) for score in a])
+    nats_a = np.array([-score.log_prob for score in a])
+    nats_b = np.array([-score.log_prob for score in b])
+    expected = (nats_a - nats_b).sum() / tokens.sum()
+    residuals = nats_a - nats_b - expected * tokens
+    error = math.sqrt((residuals**2).sum()) / tokens.sum()
+
+    found = compare(a, b, ("A", "B"))
+    low, high = found.interval
+    assert found.unit == "token"
+    assert found.difference == pytest.approx(expected, abs=1e-12)
+    assert found.perplexities == pytest.approx(tuple(np.exp([nats_a.sum(), nats_b.sum()] / tokens.sum())))
+    assert (low + high) / 2 == pytest.approx(expected, abs=0.1 * error)
+    assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.1)
+    assert found.verdict == "A is better" and f"{expected:+.4f}" in str(found)
+
+    back = compare(b, a, ("B", "A"))
+    assert back.difference == -found.difference and back.interval == pytest.approx((-high, -low))
+    assert compare(a, a).verdict == "equal"
+
+
+def test_other_tokens_are_compared_per_byte():
+    a = scores()
+    b = scores(0.05, seed=2, tokens=7)
+    found = compare(a, b)
+    size = sum(len(score.text.encode()) for score in a)
+    nats = sum(score.log_prob for score in b) - sum(score.log_prob for score in a)
+    assert found.unit == "byte"
+    assert found.difference == pytest.approx(nats / size)
+    assert compare(a, b, unit="word").unit == "word"
+    with pytest.raises(DuelError, match="other tokens"):
+        compare(a, b, unit="token")
+    with pytest.raises(DuelError, match="'unit'"):
+        compare(a, b, unit="line")
+
+
+BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("drawn", "shift", "why"),
+    [
+        (BOUND, 0.05, "only a bound"),
+        (BOUND | {"elbo_eps": 0.001}, 0.05, "neither a likelihood nor a bound"),
+        ({"estimator": "elbo", "mc_samples": 4}, 0.05, "mc_samples=4"),
+        pytest.param({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4", marks=pytest.mark.slow),
+        ({"estimator": "two_phase", "blocks": TwoPhaseBlocks(20)}, 0.05, "not known"),
+        ({"estimator": "oracle"}, -0.05, "not a likelihood"),
+    ],
+)
+def test_values_that_allow_no_verdict(drawn, shift, why):
+    """Whatever a report has doubts about, `compare` has, too."""
+    other = scores(shift, seed=2, **drawn)
+    for found in (compare(scores(), other), compare(other, scores())):
+        assert found.verdict.startswith("no verdict") and why in found.verdict
+
+
+def test_an_error_that_is_known_of_all_texts_together_is_enough():
+    few = scores(0.05, seed=2, estimator="two_phase", blocks=TwoPhaseBlocks(20, 2, 2, 1e-4))
+    assert few[0].stderr is None and compare(scores(), few).verdict == "first is better"
+
+
+def test_equal_texts_share_their_draws():
+    """Twelve copies of one text have one error twelve times, as in the total of a run."""
+    tokens = 10
+    error = 1.0  # nats of a text
+    bound = BOUND | {"stderr": error}
+
+    def compared_with_bounds(texts):
+        exact = [text_score(text, -30.0, tokens) for text in texts]
+        drawn = [text_score(text, -29.0, tokens, **bound) for text in texts]
+        return compare(exact, drawn)
+
+    copies = compared_with_bounds(["the same text"] * 12)
+    low, high = copies.interval
+    assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens, rel=0.05)
+    assert copies.stderrs == (None, pytest.approx(math.exp(2.9) * error / tokens))
+
+    low, high = compared_with_bounds([f"text {n}" for n in range(12)]).interval
+    assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens / math.sqrt(12), rel=0.05)
+
+
+def test_other_texts_and_what_is_no_score_of_one_model_are_refused():
+    for other in (scores()[:-1], scores()[::-1], []):
+        with pytest.raises(DuelError, match="same texts"):
+            compare(scores(), other)
+    mixed = [*scores()[:-1], scores(estimator="oracle")[-1]]
+    positive = [dataclasses.replace(scores()[0], log_prob=1.0), *scores()[1:]]
+    unknown = [dataclasses.replace(scores()[0], log_prob=math.nan), *scores()[1:]]
+    for other in (mixed, positive, unknown, ["text"] * SIZE, [3.0] * SIZE, "text"):
+        for lists in ((scores(), other), (other, scores())):
+            with pytest.raises(DuelError):
+                compare(*lists)
+
+
+def test_the_monte_carlo_error_widens_the_interval():
+    a = scores()
+    exact = scores(0.05, seed=2)
+    drawn = scores(0.05, seed=2, estimator="elbo", mc_samples=16, stderr=3.0)
+    tokens = sum(len(score.tokens) for score in a)
+    error = 3.0 * math.sqrt(SIZE) / tokens
+
+    def width(other):
+        low, high = compare(a, other).interval
+        return high - low
+
+    assert width(drawn) == pytest.approx(math.hypot(width(exact), 2 * 1.96 * error), rel=0.1)
+
+
+EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), text_tokens=0, log_prob=0.0)
+BETTER = scores()
+WORSE = scores(0.05, seed=2)
+MUCH_WORSE = scores(0.1, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        (BETTER, WORSE, "A is better"),
+        ([text_score("one text", -30.0, 10)] * 12, [text_score("one text", -31.0, 10)] * 12, "no verdict from 1 dist"),
+        ([*BETTER[:2], EMPTY], [*WORSE[:2], EMPTY], "no verdict from 3 distinct"),
+        ([*BETTER[:12], EMPTY], [*MUCH_WORSE[:12], EMPTY], "A is"),
+    ],
+    ids=["many texts", "copies of one", "few texts", "an empty text"],
+)
+def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second, verdict):
+    """In two files and in one. Copies of a text count once for a verdict; an empty one takes no interval away."""
+    content_a = score_file("A", first)
+    content_b = score_file("B", second)
+    a = tmp_path / "A.json"
+    b = tmp_path / "B.json"
+    both = tmp_path / "both.json"
+    a.write_text(json.dumps(content_a))
+    b.write_text(json.dumps(content_b))
+    both.write_text(json.dumps(content_a | {"compared": [content_b]}))
+
+    expected = compare(first, second, ("A", "B"))
+    for places in ([str(a), str(b)], [str(both)]):
+        report([*places, "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
+        [task] = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
+        [pair] = task["pairs"]
+        assert pair["names"] == ["A", "B"] and pair["difference"] == pytest.approx(expected.difference)
+        assert pair["interval"] == pytest.approx(expected.interval)
+        assert pair["verdict"] == expected.verdict and pair["verdict"].startswith(verdict)
+
+
+def test_a_score_file_of_another_version_is_refused(tmp_path):
+    file = tmp_path / "A.json"
+    file.write_text(json.dumps(score_file("A", scores()) | {"version": SCORE_VERSION + 1}))
+    with pytest.raises(DuelError, match="version"):
+        read.runs([file])
+
+
+def score_file(name, found):
+    """As `score --json` writes it."""
+    documents = []
+    for score in found:
+        documents.append(
+            {
+                "document": "texts.txt:1",
+                "sha256": stats.key_of(score.text),
+                "tokens": len(score.tokens),
+                "words": len(score.text.split()),
+                "bytes": len(score.text.encode()),
+                "log_prob": score.log_prob,
+            }
+        )
+    shared = {"weights": f"w-{name}", "rule": "greedy:k=1", "estimator": "duel"}
+    spec = shared | {"block": "4", "tokenizer": "t", "version": "1"}
+    head = {
+        "format": "lm_eval_duel score",
+        "version": SCORE_VERSION,
+        "pretrained": name,
+        "fingerprint": name,
+        "spec": spec,
+    }
+    head["kind"] = Kind.LIKELIHOOD.value
+    duel = {"schema": SCHEMA, **shared, "pretrained": name, "tasks": {}}
+    return head | {"documents": documents, "duel": duel}
