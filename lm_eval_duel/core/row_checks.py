@@ -157,6 +157,14 @@ class Drift:
         to_one_side = self.totals.beyond(ERRORS) or (self.margins.beyond(ERRORS) and self.totals.beyond(ERRORS / 2))
         return to_one_side and abs(self.totals.value) > self.allowed.value
 
+    @property
+    def summary(self) -> str:
+        """The end of a sentence about the predictions of the lane that was added last."""
+        return (
+            f"and those of the {self.totals.count - 1} lanes before changed to one side: by {self.totals.value:.2g} "
+            f"nats of a window's total, with a standard error of {self.totals.stderr:.1g}"
+        )
+
 
 class RowChecks:
     """The lanes that wait for their second evaluation. `Counts` has the number of lanes compared."""
@@ -216,7 +224,7 @@ class RowChecks:
             self.first = None
 
     def _compare(self, check: LaneCheck, counts: Counts, when: str) -> None:
-        """Evaluate a lane alone; raise InconsistentOutput if it differs, or if all do, or log it."""
+        """Evaluate a lane alone, and report it if it differs, or if all lanes have changed to one side."""
         try:
             with without_autocast(check.network):
                 again = check.alone()  # (S, W)
@@ -226,29 +234,25 @@ class RowChecks:
             return
         counts.rows_checked += 1
         self.drift.add(check.statistics, again, check.target)
-        lane_differs = deviation > limit
-        all_differ = self.drift.significant and not self._drift_reported
-        if not lane_differs and not all_differ:
-            return
-
-        counts.rows_differing += 1
-        problem = f"Window {check.window}, {check.place}: evaluated again {when}, its predictions "
-        if lane_differs:
-            problem += differ(deviation, limit)
-        else:
+        may_be_noise = is_coarse(check.network)
+        if deviation > limit:
+            self._report(check, counts, when, differ(deviation, limit), may_be_noise)
+        elif self.drift.significant and not self._drift_reported:
             self._drift_reported = True
-            total = self.drift.totals
-            problem += (
-                f"and those of the {total.count - 1} lanes before changed to one side: by {total.value:.2g} nats of a "
-                f"window's total, with a standard error of {total.stderr:.1g}"
-            )
-        # a drift that float noise of this network may explain ends no run
-        unmeasured_drift = not lane_differs and not check.measured
-        if is_coarse(check.network) or unmeasured_drift:
-            log.warning("%s. Such rows are counted (rows_differing in the results)", problem)
+            self._report(check, counts, when, self.drift.summary, may_be_noise or not check.measured)
+
+    def _report(self, check: LaneCheck, counts: Counts, when: str, problem: str, may_be_noise: bool) -> None:
+        """Count a lane that differs, and raise InconsistentOutput; log it if float noise of this network may differ so.
+
+        `problem`: the end of a sentence about its predictions.
+        """
+        counts.rows_differing += 1
+        text = f"Window {check.window}, {check.place}: evaluated again {when}, its predictions {problem}"
+        if may_be_noise:
+            log.warning("%s. Such rows are counted (rows_differing in the results)", text)
             return
         raise InconsistentOutput(
-            f"{problem}. The other rows of a call, or the calls in between, change them, as {CAUSES} do. So every "
+            f"{text}. The other rows of a call, or the calls in between, change them, as {CAUSES} do. So every "
             "value of this spec is suspect, not this one alone. Make the network a function of each row.",
             window=check.window,
         )

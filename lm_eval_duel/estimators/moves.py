@@ -3,7 +3,8 @@
 A state is a set of masked positions. Steps that reveal none change nothing, so the number of masked positions tells the
 next step of a schedule, and sets of other sizes are never reached.
 
-Shapes: X states, R lanes, W block width, c products, I moves, M the most positions of a block.
+Shapes: X states, x of them that moves reach, R lanes, W block width, c products, I moves, M the most positions of a
+block, T steps of a schedule of which a state must know its own (else 1).
 """
 
 from __future__ import annotations
@@ -103,6 +104,37 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
         merged = log_sums(torch.cat([moves.log_p[~growing], more]), at, len(pairs))
         moves = Moves(pairs[:, 0], pairs[:, 1], merged)
     return moves
+
+
+def arrivals(log_leave: torch.Tensor, moves: Moves, new: torch.Tensor, count: int) -> torch.Tensor:
+    """The log of the sum over moves (I,) of exp(log_leave (X, T) of their state + log P), at their places `new` (I,)
+    of `count`, (count, T): the product of a sparse matrix, of numbers up to 1, and a dense one."""
+    least = torch.finfo(log_leave.dtype).min
+    most = log_leave.amax(1).clamp(min=least)  # (X,)
+    values = most[moves.state] + moves.log_p  # (I,)
+    top = values.new_full((count,), -math.inf).scatter_reduce(0, new, values, "amax").clamp(min=least)  # (count,)
+    values = (values - top[new]).exp()
+    place = torch.stack([new, moves.state])
+    matrix = torch.sparse_coo_tensor(place, values, (count, len(log_leave)), check_invariants=False)
+    return (matrix @ (log_leave - most[:, None]).exp()).log() + top[:, None]
+
+
+# A step of SampledOrder with alg=origin reveals each masked position with its share, or none: so a set is left at any
+# step after the one at which it was reached, and alpha has an entry for each step.
+
+
+def leaving(arrived: torch.Tensor, shares: torch.Tensor, size: int) -> torch.Tensor:
+    """log p that sets of `size` positions, reached before steps (X, T), are still there at each step, (X, T)."""
+    log_stay = torch.log1p(-shares[:-1])  # (T - 1,) of one position at one step; none stays at the last
+    log_kept = size * torch.cat([log_stay.new_zeros(1), log_stay.cumsum(0)])  # (T,) up to each step
+    return (arrived - log_kept).logcumsumexp(1) + log_kept
+
+
+def log_chance(shares: torch.Tensor, size: int, left: torch.Tensor) -> torch.Tensor:
+    """log p that each step reveals given positions of `size` and leaves the others, (x, T); `left` (x,): how many."""
+    revealed = (size - left)[:, None]  # (x, 1)
+    others = left[:, None]  # (x, 1)
+    return revealed * shares.log() + torch.where(others > 0, others * torch.log1p(-shares), 0.0)
 
 
 COUNTS = {"even": even_counts, "dream": dream_counts}

@@ -62,9 +62,12 @@ from lm_eval_duel.estimators.moves import (
     Planes,
     StateLevel,
     StepCounts,
+    arrivals,
     from_bitmask,
     in_turn,
     independent,
+    leaving,
+    log_chance,
     to_bitmask,
 )
 from lm_eval_duel.rules.scheduled import dream_shares
@@ -205,18 +208,15 @@ def swept(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
             continue
         block = key >> wide  # (X,)
         level = StateLevel(block, masked.sum(1)[block], from_bitmask(key, wide))
-        log_leave = arrived[key]  # (X, T)
-        if shares is not None:  # each step reveals each position with its share, or none: a set is left at any step
-            log_stay = torch.log1p(-shares)  # (T,)
-            log_kept = size * torch.cat([log_stay.new_zeros(1), log_stay[:-1].cumsum(0)])  # (T,)
-            log_leave = (log_leave - log_kept).logcumsumexp(1) + log_kept
         moves = sampler.moves(level, {name: plane[key] for name, plane in planes.items()})
         reached, new = (key[moves.state] & ~moves.chosen).unique(return_inverse=True)  # (x,)
+        log_leave = arrived[key]  # (X, T)
+        if shares is not None:
+            log_leave = leaving(log_leave, shares, size)
         sums = arrivals(log_leave, moves, new, len(reached))  # (x, T)
         if shares is not None:
-            members = (size - sizes[reached])[:, None]  # (x, 1) positions that the step reveals
-            others = sizes[reached][:, None]
-            sums = sums + members * shares.log() + torch.where(others > 0, others * log_stay, 0.0)
+            sums = sums + log_chance(shares, size, sizes[reached])
+
         done = sizes[reached] == 0  # (x,)
         of_block = reached[done] >> wide
         value[of_block] = value[of_block].logaddexp(sums[done].logsumexp(1))
@@ -224,19 +224,6 @@ def swept(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
             sums = torch.cat([torch.full_like(sums[:, :1], -math.inf), sums[:, :-1]], 1)
         arrived[reached] = arrived[reached].logaddexp(sums)
     return value
-
-
-def arrivals(log_leave: torch.Tensor, moves: Moves, new: torch.Tensor, count: int) -> torch.Tensor:
-    """The log of the sum over moves (I,) of exp(log_leave (X, T) of their state + log P), at their places `new` (I,)
-    of `count`, (count, T): the product of a sparse matrix, of numbers up to 1, and a dense one."""
-    least = torch.finfo(log_leave.dtype).min
-    most = log_leave.amax(1).clamp(min=least)  # (X,)
-    values = most[moves.state] + moves.log_p  # (I,)
-    top = values.new_full((count,), -math.inf).scatter_reduce(0, new, values, "amax").clamp(min=least)  # (count,)
-    values = (values - top[new]).exp()
-    place = torch.stack([new, moves.state])
-    matrix = torch.sparse_coo_tensor(place, values, (count, len(log_leave)), check_invariants=False)
-    return (matrix @ (log_leave - most[:, None]).exp()).log() + top[:, None]
 
 
 def decoded(chunk: SetChunk) -> torch.Tensor:
