@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
@@ -17,24 +18,28 @@ OTHER_TOKENS = {"docs": {"sotu": documents(NATS, (11, 12, 14, 16), TEXTS)}}
 OTHER_TEXTS = {"docs": {"sotu": documents(NATS, TOKENS, [*TEXTS[:3], "another text"])}}
 
 
-def two(tmp_path, here=None, there=None):
+def two(tmp_path, of_hf=None, of_ours=None):
     """An hf and one of our results on the same four documents, with changes."""
-    hf(tmp_path / "ar", **{"docs": DOCS, **(here or {})})
-    ours(tmp_path / "results", **{"docs": DOCS, **(there or {})})
+    hf(tmp_path / "ar", **{"docs": DOCS} | (of_hf or {}))
+    ours(tmp_path / "results", **{"docs": DOCS} | (of_ours or {}))
 
 
-def owt(tmp_path, *, ar=({},), **ours_of):
+def owt(tmp_path, *, ar=({},), **by_estimator):
     """Results of one task without documents: a baseline for each of `ar`, and ours by estimator: (value, more)."""
     for more in ar:
         hf(tmp_path / "ar", per_token(["owt"], [17.54]), **more)
-    for estimator, (value, more) in ours_of.items():
+    for estimator, (value, more) in by_estimator.items():
         ours(tmp_path / "results", per_token(["owt"], [value]), estimator=estimator, **more)
 
 
-SAMPLES = {  # what a change of the samples makes another
-    "texts": lambda record: record.update(target_hash=f"x{record['target_hash']}"),
-    "units": lambda record: record["bits_per_byte"].__setitem__(1, 9),
-}
+def change_text(record):
+    record["target_hash"] = f"x{record['target_hash']}"
+
+
+def change_units(record):
+    record["bits_per_byte"][1] = 9
+
+
 INDEPENDENT = {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}}
 OFFICIAL = {"spec": {"special_tokens": "[0] text [1], bos=official"}}
 TWO = {"docs": {"sotu": documents(NATS[:2], TOKENS[:2], TEXTS[:2])}}
@@ -43,7 +48,7 @@ UNKNOWN = {"max_length": None}
 FEW = {"size": 7, "log": False}
 SOME = {"log": False}
 ANSWERS = {"configs": {"sotu": {"output_type": "loglikelihood"}}}
-REFUSED = [  # the field, what the two results have in it, and what differs between them
+REFUSED = [  # the field, what hf's and our result have in it, and what is changed in each, or in our samples
     ("windows", "harness, 8 target positions (derived)", "independent, 126 target positions", SHORT, INDEPENDENT),
     ("windows", "harness, unknown length (derived)", "independent, 126 target positions", UNKNOWN, INDEPENDENT),
     ("scored positions", "the text", "bos=official", {}, OFFICIAL),
@@ -53,29 +58,39 @@ REFUSED = [  # the field, what the two results have in it, and what differs betw
     ("documents", "7", "4", FEW, SOME),
     ("documents (shots)", "5", "0", {"shots": 5}, {}),
     ("documents (version)", "2.0", "1.0", {"version": 2.0}, {}),
-    ("documents", "4 (0 of them in both)", "4 (0 of them in both)", {}, SAMPLES["texts"]),
-    ("units of bits_per_byte", "18 in document *", "9 in document *", {}, SAMPLES["units"]),
+    ("documents", "4 (0 of them in both)", "4 (0 of them in both)", {}, change_text),
+    ("units of bits_per_byte", "18 in document *", "9 in document *", {}, change_units),
 ]
 
 
-@pytest.mark.parametrize(("field", "first", "second", "here", "there"), REFUSED)
-def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, second, here, there):
-    two(tmp_path, here, {} if callable(there) else there)
-    if callable(there):
-        (file,) = (tmp_path / "results").rglob("results_*.json")
-        edit_samples(file, there)
+def pattern(text):
+    """A regular expression for a text in which * is the digest of a document."""
+    return re.escape(text).replace(r"\*", r"\w{12}")
+
+
+@pytest.mark.parametrize(("field", "first", "second", "of_hf", "of_ours"), REFUSED)
+def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, second, of_hf, of_ours):
+    if callable(of_ours):
+        two(tmp_path, of_hf)
+        [file] = (tmp_path / "results").rglob("results_*.json")
+        edit_samples(file, of_ours)
+    else:
+        two(tmp_path, of_hf, of_ours)
+
     file = r"\S*/results_2026\S*json"
-    first, second = (re.escape(part).replace(r"\*", r"\w{12}") for part in (first, second))
-    what = f"{re.escape(field)}: {first} in {file}, but {second} in {file}"
-    twin = "score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar" if field == "windows" else ""
-    with pytest.raises(DuelError, match=f"^token_perplexity of sotu cannot be compared: {what}. To compare, {twin}"):
+    difference = f"{re.escape(field)}: {pattern(first)} in {file}, but {pattern(second)} in {file}"
+    refusal = f"^token_perplexity of sotu cannot be compared: {difference}. To compare, "
+    if field == "windows":
+        refusal += "score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar"
+    with pytest.raises(DuelError, match=refusal):
         run(tmp_path)
+
     if field.startswith(("documents", "units")):  # whatever is asked
-        with pytest.raises(DuelError, match=what):
+        with pytest.raises(DuelError, match=difference):
             run(tmp_path, "--as_published")
     else:
-        (listed,) = run(tmp_path, "--as_published")["tasks"]["sotu"]["differences"]
-        assert re.fullmatch(what, listed)
+        [listed] = run(tmp_path, "--as_published")["tasks"]["sotu"]["differences"]
+        assert re.fullmatch(difference, listed)
 
 
 def test_equal_texts_are_separate_documents(tmp_path):
@@ -138,14 +153,19 @@ def test_the_ar_result_must_be_one_and_autoregressive(tmp_path):
     ],
 )
 def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, named):
-    owt(tmp_path, duel=(22.0, {}), elbo=(22.5, {"spec": {"mc_samples": "128", **apart}}))
+    another_law = {"spec": {"mc_samples": "128", **apart}}
+    owt(tmp_path, duel=(22.0, {}), elbo=(22.5, another_law))
     row = rows(run(tmp_path, "--as_published"), "owt")["MDLM"]
-    assert row["gap_closed"] is None and all(part in row["gap_closed_reason"] for part in named)
-    owt(tmp_path, ar=(), elbo=(23.0, {"spec": {"mc_samples": "8"}}))
+    assert row["gap_closed"] is None
+    for part in named:
+        assert part in row["gap_closed_reason"]
+
+    same_law = {"spec": {"mc_samples": "8"}}
+    owt(tmp_path, ar=(), elbo=(23.0, same_law))
     found = run(tmp_path, "--as_published")
     assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(100 * (23.0 - 22.0) / (23.0 - 17.54))
-    (words,) = (note for note in found["tasks"]["owt"]["notes"] if note.startswith("ELBO of MDLM"))
-    assert "mc_samples=8, elbo_form=count, elbo_block=none" in words
+    [note] = [note for note in found["tasks"]["owt"]["notes"] if note.startswith("ELBO of MDLM")]
+    assert "mc_samples=8, elbo_form=count, elbo_block=none" in note
 
 
 EXACT = None  # the mean over all orders, which a lattice run gives
@@ -161,15 +181,20 @@ def test_the_elbo_is_the_best_of_the_candidates_in_any_order_of_the_files(tmp_pa
 
     The exact ELBO is over blocks, so it is none of a bidirectional network's, whose ELBO is over the whole target.
     """
-    block = "4" if attention == "block_causal" else "None"
-    eligible = [each for each in CANDIDATES if each[0] is not EXACT or attention == "block_causal"]
-    neighbours = list(itertools.pairwise(eligible))
-    groups = [*neighbours, *(pair[::-1] for pair in neighbours), eligible, eligible[::-1]]
-    results = tmp_path / "results"
-    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    block = "4"
+    eligible = list(CANDIDATES)
+    if attention == "bidirectional":
+        block = "None"
+        eligible.remove((EXACT, 0.0))
+    groups = [eligible, eligible[::-1]]
+    for pair in itertools.pairwise(eligible):
+        groups += [pair, pair[::-1]]
 
     def value(candidate):
         return 30.0 + CANDIDATES.index(candidate)
+
+    results = tmp_path / "results"
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
 
     for number, candidates in enumerate(groups):
         model = {"model": f"model {number}", "attention": attention}
@@ -181,21 +206,25 @@ def test_the_elbo_is_the_best_of_the_candidates_in_any_order_of_the_files(tmp_pa
                 continue
             spec = {"mc_samples": str(draws), "elbo_block": block, "elbo_eps": str(eps)}
             ours(results, per_token(["owt"], [value((draws, eps))]), estimator="elbo", spec=spec, **model)
+
     found = run(tmp_path, "--as_published")
     of_duel = rows(found, "owt")
-    notes = found["tasks"]["owt"]["notes"]
+    task = found["tasks"]["owt"]
     assert len(of_duel) == len(groups)
     for number, candidates in enumerate(groups):
-        draws, eps = best = min(candidates, key=CANDIDATES.index)
+        best = min(candidates, key=CANDIDATES.index)
+        draws, eps = best
         row = of_duel[f"model {number}"]
-        elbo = found["tasks"]["owt"]["rows"][row["elbo"]]
+        elbo = task["rows"][row["elbo"]]
         assert elbo["value"] == pytest.approx(value(best)), candidates
+        assert elbo["estimator"] == ("elbo_exact" if draws is EXACT else "elbo")
+        assert elbo["eps"] == eps
         assert row["gap_closed"] == pytest.approx(100 * (value(best) - 22.0) / (value(best) - 17.54)), candidates
-        assert elbo["estimator"] == ("elbo_exact" if draws is EXACT else "elbo") and elbo["eps"] == eps
-        (words,) = [note for note in notes if re.match(rf"ELBO of model {number}\b", note)]
-        assert ("exact" in words) == (draws is EXACT)
-        assert draws is EXACT or f" mc_samples={draws}," in words
-        assert ("NO bound" in words) == (eps > 0)
+
+        [note] = [note for note in task["notes"] if re.match(rf"ELBO of model {number}\b", note)]
+        assert ("exact" in note) == (draws is EXACT)
+        assert draws is EXACT or f" mc_samples={draws}," in note
+        assert ("NO bound" in note) == (eps > 0)
 
 
 @pytest.mark.parametrize("known", [None, 0.5])
@@ -211,10 +240,11 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
 
 
 def test_the_baseline_stays_whatever_else_is_there(tmp_path):
-    tokens = [10, 12, 14, 16] * 5
+    tokens = np.array([10, 12, 14, 16] * 5)
+    hard = np.arange(len(tokens)) / 20  # nats per token
 
     def docs(rate):
-        return {"sotu": documents([-count * (rate + n / 20) for n, count in enumerate(tokens)], tokens)}
+        return {"sotu": documents(-tokens * (rate + hard), tokens)}
 
     hf(tmp_path / "ar", docs=docs(3.0))
     ours(tmp_path / "results", docs=docs(3.3), estimator="elbo")
@@ -222,11 +252,14 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path):
     closed = rows(run(tmp_path), "sotu")["MDLM"]["gap_closed"]
     for more in ({}, {"dtype": "torch.bfloat16"}, {"args": {"revision": "step1000"}}):  # the first is of the same spec
         hf(tmp_path / "results", docs=docs(3.0), **more)
+
     found = run(tmp_path)["tasks"]["sotu"]
-    assert [row["name"] for row in found["rows"] if row["ar"]] == ["AR, dtype=float32, revision=not set"]
-    assert found["rows"][0]["ar"] and "/ar/" in found["rows"][0]["file"]
-    assert [row["estimator"] for row in found["rows"]].count("ar") == 3
-    assert next(row["gap_closed"] for row in found["rows"] if row["rule"]) == closed
+    baseline, *others = found["rows"]
+    assert baseline["ar"] and not any(row["ar"] for row in others)
+    assert baseline["name"] == "AR, dtype=float32, revision=not set" and "/ar/" in baseline["file"]
+    assert [row["estimator"] for row in others].count("ar") == 2
+    [duel] = [row for row in others if row["rule"]]
+    assert duel["gap_closed"] == closed
     assert any("is shown" in note and "holds it too" in note for note in found["notes"])
 
 
