@@ -73,16 +73,24 @@ def timed_windows(monkeypatch, lengths, first_seconds, budget=16):
 def test_four_windows_are_timed_unless_the_first_takes_ten_seconds(monkeypatch):
     """The first is of median length; the others are the middles of four equal parts of the sorted windows."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4]  # sorted: 1 2 3 4 6 7 8 9
+    token_rows = sum(n * n for n in lengths)
     found, samples = timed_windows(monkeypatch, lengths, 9.99)
     assert samples == [[6], [2, 4, 7, 9]] and found.windows == 4
-    every = sum(n * n for n in lengths)
-    assert found.seconds == pytest.approx(2.0 * every / (4 + 16 + 49 + 81))
-    assert (found.nfe, found.rows, found.token_rows) == (40, 40, every)
-    assert found.calls == math.ceil(every / 16) and found.peak_memory == 7
+    assert found.seconds == pytest.approx(2.0 * token_rows / (4 + 16 + 49 + 81))
+    assert found.nfe == found.rows == sum(lengths)
+    assert found.token_rows == token_rows
+    assert found.calls == math.ceil(token_rows / 16)
+    assert found.peak_memory == 7
+
     long, samples = timed_windows(monkeypatch, lengths, 10.0)
-    assert samples == [[6]] and long.windows == 1 and long.seconds == pytest.approx(10.0 * every / 36)
+    assert samples == [[6]] and long.windows == 1
+    assert long.seconds == pytest.approx(10.0 * token_rows / 36)
+
     one, samples = timed_windows(monkeypatch, [5], 1.0, budget=1000)
-    assert samples == [[5]] and one.seconds == pytest.approx(1.0) and one.calls == 5  # as many as steps, at least
+    assert samples == [[5]]
+    assert one.seconds == pytest.approx(1.0)
+    assert one.calls == 5  # as many as steps, at least
+
     _, samples = timed_windows(monkeypatch, [5, 3], 1.0)
     assert samples == [[5], [3, 5]]
 
@@ -102,9 +110,15 @@ def checked(n, tokens=3, run=-5.0, again=-5.0, **more):
     return CheckedWindow(f"task t, document {n}", window, run, Recomputed(again, **more), n, Score(run))
 
 
+def test_nothing_checked_is_no_pass():
+    nothing = Audit("float32")
+    assert nothing.unchecked and nothing.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
+    alone = Audit("float32", checked=[checked(0, route=ALONE)])
+    assert alone.unchecked and alone.verdict.startswith("NOTHING CHECKED: 1 window")
+
+
 def test_the_verdict_counts_what_was_compared_and_what_was_not():
     found = Audit("float32")
-    assert found.unchecked and found.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
     found.checked = [checked(0), checked(1, 4), checked(2, 2, route=ALONE, why_alone="its rule"), checked(3, 0)]
     found.not_compared = ["the network (--no_own_code)"]
     found.held.hold("draws", [])
@@ -117,69 +131,95 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
         f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Note: odd; odder."
     )
     assert found.failures == []
+
+
+def test_everything_that_differs_is_a_failure():
+    found = Audit("float32")
     found.checked = [checked(n, again=-6.0) for n in range(5)]
-    found.held.hold("x", ["a contradiction"])
+    found.held.hold("draws", ["a contradiction"])
     found.problems = ["a problem"]
-    found.network = [SimpleNamespace(differs=differs, what="w") for differs in (True, False)]
-    differing, network, *others = found.failures
-    assert differing.startswith("5 of 5 windows differ: ") and differing.count("document") == 3
-    assert "namespace" in network and others == ["a contradiction", "a problem"]
-    assert found.verdict.startswith(
-        "FAIL: 5 windows, 15 tokens. Compared: 5 windows with the reference, w, w, draws, x"
-    )
-    alone = Audit("float32", checked=[checked(0, route=ALONE)])
-    assert alone.unchecked and "FAIL" not in alone.verdict
+    found.network = [SimpleNamespace(differs=True, what="network"), SimpleNamespace(differs=False, what="weights")]
+    windows, network, *others = found.failures
+    assert windows.startswith("5 of 5 windows differ: ") and windows.count("document") == 3
+    assert network == str(found.network[0])
+    assert others == ["a contradiction", "a problem"]
+    compared = "5 windows with the reference, network, weights, draws"
+    assert found.verdict.startswith(f"FAIL: 5 windows, 15 tokens. Compared: {compared}")
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 1000])
 def test_a_window_differs_beyond_the_tolerance(tokens):
     noise = nats_tolerance(tokens)
-    assert not checked(0, tokens, -5.0, -5.0 + 0.99 * noise).differs
-    assert checked(0, tokens, -5.0, -5.0 + 1.01 * noise).differs and checked(0, tokens, -5.0, math.nan).differs
-    assert not checked(0, tokens, -math.inf, -math.inf).differs and checked(0, tokens, -5.0, -math.inf).differs
-    assert checked(0, tokens, other_picks=1).differs and not checked(0, tokens, other_picks=0, ties=2).differs
+
+    def differs(run, again):
+        return checked(0, tokens, run, again).differs
+
+    assert not differs(-5.0, -5.0 + 0.99 * noise)
+    assert differs(-5.0, -5.0 + 1.01 * noise)
+    assert differs(-5.0, math.nan)
+    assert differs(-5.0, -math.inf)
+    assert not differs(-math.inf, -math.inf)
+    assert checked(0, tokens, other_picks=1).differs
+    assert not checked(0, tokens, other_picks=0, ties=2).differs
 
 
 def test_the_table_of_windows():
     shown = audit.table([checked(0, other_picks=0, ties=2), checked(1, again=-5.5)])
-    first, second = [
-        line.split() for line in shown.splitlines() if line.startswith("task t, document") and ":" not in line
-    ]
-    assert first[-7:] == ["3", "-5.000000", "-5.000000", "0.0e+00", "0", "2", "reference"]
-    assert second[-8:] == ["3", "-5.000000", "-5.500000", "5.0e-01", "-", "-", "reference", "DIFFERS"]
-    assert shown.splitlines()[-1].startswith("task t, document 1: -5.000000 nats, not -5.500000")
+    _, first, second, difference = shown.splitlines()
+    assert first.split()[-7:] == ["3", "-5.000000", "-5.000000", "0.0e+00", "0", "2", "reference"]
+    assert second.split()[-8:] == ["3", "-5.000000", "-5.500000", "5.0e-01", "-", "-", "reference", "DIFFERS"]
+    assert difference.startswith("task t, document 1: -5.000000 nats, not -5.500000")
+
+
+def windows_of(**more):
+    """Four windows of 3, 4, 5 and 6 tokens, with the log-probabilities -4, -8, -12 and -16."""
+    windows = []
+    for n in range(4):
+        log_prob = -4.0 * (n + 1)
+        window = checked(n, 3 + n, log_prob, log_prob)
+        windows.append(dataclasses.replace(window, score=Score(log_prob, **more)))
+    return windows
 
 
 def totals(windows, **changed):
+    """The problems with the totals of windows, which are right but for those that are changed."""
+    count = len(windows)
     nats = [each.score.log_prob for each in windows]
     rate = sum(nats) / sum(each.tokens for each in windows)
-    spread = sum((each.score.log_prob - rate * each.tokens) ** 2 for each in windows)
-    count = len(windows)
-    value = {"log_prob": sum(nats), "stderr": None, "window_stderr": math.sqrt(count / (count - 1) * spread)}
-    return list(audited_run.totals_problems(SimpleNamespace(name="duel"), windows, {"duel": value | changed}))
+    squares = [(each.score.log_prob - rate * each.tokens) ** 2 for each in windows]
+    window_stderr = math.sqrt(count / (count - 1) * sum(squares))
+    value = {"log_prob": sum(nats), "stderr": None, "window_stderr": window_stderr} | changed
+    return list(audited_run.totals_problems(SimpleNamespace(name="duel"), windows, {"duel": value}))
 
 
 def test_totals_are_recomputed():
-    windows = [checked(n, 3 + n, -4.0 * (n + 1), -4.0 * (n + 1)) for n in range(4)]
-    good = totals(windows)
-    assert good == []
-    tokens = sum(each.tokens for each in windows)
-    assert totals(windows, log_prob=-40.0 + 0.9 * nats_tolerance(tokens)) == []
-    for changed in ({"log_prob": -40.0 + 1.1 * nats_tolerance(tokens)}, {"log_prob": None}, {"window_stderr": 1.0}):
-        [problem] = totals(windows, **changed)
-        assert problem.startswith(f"a {next(iter(changed))} of")
-    drawn = [dataclasses.replace(each, score=Score(each.log_prob, stderr=0.3)) for each in windows]
-    assert totals(drawn, stderr=0.6) == []  # the root of four times the square
-    assert totals([*drawn[:3], dataclasses.replace(drawn[0], request=3)], stderr=math.hypot(0.6, 0.3, 0.3)) == []
-    for error in (0.6 * 1.002, 0.6 / 2):
-        assert len(totals(drawn, stderr=error)) == 1
-    seeds = [
-        dataclasses.replace(each, score=Score(each.log_prob, seeds=(-1.0, -2.0 - n))) for n, each in enumerate(windows)
-    ]
-    sums = (-4.0, -2.0 * 4 - 6)
-    mean = sum(sums) / 2
-    error = math.sqrt(sum((value - mean) ** 2 for value in sums) / 1 / 2)
-    assert totals(seeds, stderr=error) == [] and len(totals(seeds, stderr=error * 1.01)) == 1
+    windows = windows_of()
+    noise = nats_tolerance(3 + 4 + 5 + 6)
+    assert totals(windows) == []
+    assert totals(windows, log_prob=-40.0 + 0.9 * noise) == []
+    for name, value in (("log_prob", -40.0 + 1.1 * noise), ("log_prob", None), ("window_stderr", 1.0)):
+        [problem] = totals(windows, **{name: value})
+        assert problem.startswith(f"a {name} of")
+
+    # Draws of different windows are independent; equal windows share theirs.
+    drawn = windows_of(stderr=0.3)
+    error = math.sqrt(4 * 0.3**2)
+    assert totals(drawn, stderr=error) == []
+    assert len(totals(drawn, stderr=error * 1.002)) == len(totals(drawn, stderr=error / 2)) == 1
+    with_copy = [*drawn[:3], dataclasses.replace(drawn[0], request=3)]
+    assert totals(with_copy, stderr=math.hypot(2 * 0.3, 0.3, 0.3)) == []
+
+
+def test_the_error_over_noise_seeds_is_that_of_the_sums_of_each_seed():
+    windows = []
+    for n, window in enumerate(windows_of()):
+        score = Score(window.log_prob, seeds=(-1.0, -2.0 - n))
+        windows.append(dataclasses.replace(window, score=score))
+    first = -1.0 * 4
+    second = -2.0 * 4 - (0 + 1 + 2 + 3)
+    error = abs(first - second) / 2  # of the mean of two: their standard deviation over the root of 2
+    assert totals(windows, stderr=error) == []
+    assert len(totals(windows, stderr=error * 1.01)) == 1
 
 
 def test_the_company_of_audited_texts():
@@ -212,15 +252,20 @@ def test_figures_of_a_document():
 def test_the_error_over_documents_is_that_of_a_ratio():
     lines = [line(-6.0, 3, 2, 8), line(-10.0, 4, 3, 9), line(-3.0, 2, 1, 5)]
     total = score._total(lines, 0.25)
-    assert (total.value.nats, total.value.error, total.tokens, total.words, total.bytes) == (-19.0, 0.25, 9, 6, 22)
+    assert (total.value.nats, total.value.error) == (-19.0, 0.25)
+    assert (total.tokens, total.words, total.bytes) == (9, 6, 22)
+
     model = score.ScoredModel({}, "duel", lines, total)
-    bits = [-each.value.nats / math.log(2) for each in lines]
-    rate = sum(bits) / 22
-    squares = sum((b - rate * each.bytes) ** 2 for b, each in zip(bits, lines, strict=True))
-    assert model.documents_stderr == pytest.approx(math.sqrt(3 / 2 * squares) / 22)
+    rate = 19.0 / 22
+    squares = (6.0 - rate * 8) ** 2 + (10.0 - rate * 9) ** 2 + (3.0 - rate * 5) ** 2
+    assert model.documents_stderr == pytest.approx(math.sqrt(3 / 2 * squares) / 22 / math.log(2))
     assert dataclasses.replace(model, lines=lines[:1]).documents_stderr is None
+
+
+def test_a_bound_of_the_perplexity_from_above_is_one_of_the_log_probability_from_below():
     bound = Value(-2.5, 0.5, Kind.UPPER_BOUND)
-    assert score._log_prob(bound, True) == "≥ -2.50 ± 0.50" and score._log_prob(Value(-2.5), True) == "-2.50 ± ?"
+    assert score._log_prob(bound, True) == "≥ -2.50 ± 0.50"
+    assert score._log_prob(Value(-2.5), True) == "-2.50 ± ?"
 
 
 def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):
