@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import TEXT, TRUTH
 from lm_eval_duel.console.command_line import FLAGS, PATH, PROGRAM, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.errors import UsageError, usage
-from lm_eval_duel.options import model_of
+from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results.table import number
 from lm_eval_duel.tasks import files, named
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
     from lm_eval_duel.harness.lm import DuelMDM
 
 
@@ -162,6 +164,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _load_tasks(options: argparse.Namespace) -> list[Task]:
+    """The tasks of --tasks; raises DuelError for what is wrong with them or the checkpoint, before weights are read."""
+    if not options.tasks:
+        return []
+    from lm_eval_duel.text.loading import require_loadable
+
+    require_loadable(Options.parse(options.model))
+    metadata = {**options.model_args, **options.metadata}
+    return named.load(options.tasks, metadata, options.include_path, options.limit)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print how a checkpoint is read, and what scoring texts takes: `lm-eval-duel inspect`."""
     options = parse(arguments)
@@ -171,12 +184,13 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.harness.lm import DuelMDM
 
     setup_logging()
+    tasks = _load_tasks(options)
     lm = DuelMDM(**options.model)
     described = inspect(lm, options.model["pretrained"])
     content: dict[str, Any] = {"checkpoint": dict(described)}
     parts = [plain_table([], described)]
     if options.tasks or options.files:
-        documents = timing.read_documents(lm, options)
+        documents = timing.read_documents(lm, options, tasks)
         timed, notes = timing.measure(lm, documents)
         content |= timing.figures(documents, timed, notes)
         parts.append(timing.table(lm, documents, timed, notes))

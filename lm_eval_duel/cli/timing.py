@@ -25,9 +25,11 @@ from lm_eval_duel.harness.stats import peak_memory
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.table import number
 from lm_eval_duel.rules import LeftToRight
-from lm_eval_duel.tasks import files, named
+from lm_eval_duel.tasks import files
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
     from lm_eval_duel.harness.lm import DuelMDM
 
 TIMED = ("duel", "two_phase", "elbo")  # besides the run's own estimator
@@ -51,23 +53,20 @@ class TimedEstimator:
     token_rows: float | None = None
 
 
-def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window]]:
-    """The windows of each document of --tasks and --files; raises DuelError if there is no token to score."""
+def read_documents(lm: DuelMDM, options: argparse.Namespace, tasks: Sequence[Task]) -> list[list[Window]]:
+    """The windows of each document of the tasks and of --files; raises DuelError if there is no token to score."""
     from lm_eval_duel.harness.requests import continuation_windows, document_windows
 
-    documents = []
-    if options.tasks:
-        metadata = {**options.model_args, **options.metadata}
-        whole_texts = []
-        continuations = []
-        for task in named.load(options.tasks, metadata, options.include_path, options.limit):
-            for request in task.instances:
-                if request.request_type == "loglikelihood_rolling":
-                    whole_texts.append(request)
-                else:
-                    continuations.append(request)
-        documents += document_windows(lm.text, whole_texts)
-        documents += continuation_windows(lm.text, continuations)
+    whole_texts = []
+    continuations = []
+    for task in tasks:
+        for request in task.instances:
+            if request.request_type == "loglikelihood_rolling":
+                whole_texts.append(request)
+            else:
+                continuations.append(request)
+    documents = document_windows(lm.text, whole_texts)
+    documents += continuation_windows(lm.text, continuations)
     if options.files:
         texts = files.texts(options.files, options.field, options.lines)
         for text in texts[: options.limit]:

@@ -45,6 +45,7 @@ def load(
             if not is_yaml(name) and name not in manager.all_tasks:
                 message = str(unknown("task", name, manager.all_tasks))
                 message = message.split(" Known:")[0]  # there are thousands
+                message += " lm-eval-duel list tasks lists those of this package; --include_path DIR adds yours."
                 raise DuelError(message + unreadable(include_path))
         tasks += manager.load(together)["tasks"].values()
     for task in tasks:

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from lm_eval_duel import Duel
-from lm_eval_duel.cli import timing
+from lm_eval_duel.cli import inspect, timing
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import files
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -76,20 +77,32 @@ def test_an_autoregressive_network_is_timed_as_one(texts, capsys):
     assert json.loads(capsys.readouterr().out)["estimators"].keys() == {"ar"}
 
 
+@pytest.mark.parametrize(
+    ("model", "tasks", "named"),
+    [
+        ("demo-mdm", ["duel_text", "--metadata", "files=missing.txt"], r"missing\.txt"),
+        ("demo-ar", ["sotu"], "estimator=ar"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_told_before_the_network_is_loaded(model, tasks, named, monkeypatch):
+    monkeypatch.setattr("lm_eval_duel.harness.lm.DuelMDM", None)
+    with pytest.raises(DuelError, match=named):
+        inspect.main([model, "--tasks", *tasks])
+
+
 def test_parameters_are_those_of_the_results(monkeypatch):
     """A tensor of packed weights holds several in one number, so it says nothing of how many there are."""
-    from lm_eval_duel.cli.inspect import inspect
     from lm_eval_duel.harness.lm import DuelMDM
 
     lm = DuelMDM(pretrained="demo-mdm", rule="greedy", block=8, device="cpu")
-    shown = dict(inspect(lm, "demo-mdm"))["parameters"]
+    shown = dict(inspect.inspect(lm, "demo-mdm"))["parameters"]
     assert int(shown.replace(",", "")) == lm.get_model_info()["duel"]["parameters"]
     monkeypatch.setattr(lm.denoiser, "quantized", True)
-    packed = dict(inspect(lm, "demo-mdm"))["parameters"]
+    packed = dict(inspect.inspect(lm, "demo-mdm"))["parameters"]
     assert not any(letter.isdigit() for letter in packed)
     monkeypatch.undo()
     monkeypatch.setattr(lm.denoiser, "model", None)  # as of a network that is no module
-    assert dict(inspect(lm, "demo-mdm"))["parameters"] not in (shown, packed)
+    assert dict(inspect.inspect(lm, "demo-mdm"))["parameters"] not in (shown, packed)
 
 
 def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, monkeypatch):
