@@ -12,6 +12,7 @@ are loaded first, as soon as lm-eval has found their names:
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ def _check_arguments(config: EvaluatorConfig) -> None:
 
 def _seed(seeds: Any) -> None:
     """Seed random numbers as lm-eval does before it loads tasks: some of them shuffle their documents."""
-    for set_seed, seed in zip((random.seed, np.random.seed, torch.manual_seed), seeds, strict=False):
+    setters: tuple[Callable[[Any], object], ...] = (random.seed, np.random.seed, torch.manual_seed)
+    for set_seed, seed in zip(setters, seeds, strict=False):
         if seed is not None:
             set_seed(seed)
 
