@@ -37,7 +37,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
-from lm_eval_duel.rules import PARAMETERS, presets
+from lm_eval_duel.rules import PARAMETERS, presets, repeat_last
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -166,8 +166,12 @@ class Estimator(abc.ABC):
     def reveal(
         self, group: WindowGroup, rule: UnmaskingRule, lanes: Iterable[Lanes], scores: Accumulator, **sampling: Any
     ) -> IndexedScores:
-        """(row, score) of each window of a group as it is finished; `sampling`: other arguments of `Reveal`."""
-        return iter(Reveal(group, rule, lanes, scores, self.budget, self.counts, self.row_checks, **sampling))
+        """(row, score) of each window of a group as it is finished; `sampling`: other arguments of `Reveal`.
+
+        At the end a user's rule is asked for its last decision again.
+        """
+        yield from Reveal(group, rule, lanes, scores, self.budget, self.counts, self.row_checks, **sampling)
+        repeat_last(rule)
 
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""

@@ -203,9 +203,7 @@ class DuelEstimator(Estimator):
     # ------------------------------------------------------------ which lanes
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        rule = self.followed
-        yield from self.score_blocks(group, self.block_spans(group), rule)
-        rules.repeat_last(rule)
+        return self.score_blocks(group, self.block_spans(group), self.followed)
 
     def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan], rule: rules.Rule) -> IndexedScores:
         """Each of these blocks is a lane; (row, score) of each window that has one, as its last one is finished.

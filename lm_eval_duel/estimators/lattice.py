@@ -88,7 +88,9 @@ class Lattice(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = LatticeAccumulator(group, self)
-        return self.reveal(group, EVALUATE_ALL, sums.states(), sums)
+        yield from self.reveal(group, EVALUATE_ALL, sums.states(), sums)
+        for rule in sums.followed:
+            rules.repeat_last(rule)
 
 
 class LatticeAccumulator:

@@ -108,21 +108,24 @@ def follow(
         orders.append(in_blocks(order, windows[n], duel, n))
 
     trajectories = [Trajectory(0.0, (), 0)] * len(windows)
-    for group in duel.groups(windows, range(len(windows))):
-        of_group = tuple(orders[n] for n in group.window_indices)
-        rule = _Followed(of_group, group.rows, duel.followed, drawn)
-        for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
-            window = group.windows[row]
-            step_count = 0
-            for part in target_parts(window, duel.blocks(window)):
-                step_count += len(set(of_group[row][part]))
-            trajectories[group.window_indices[row]] = Trajectory(
-                log_prob=scored.log_prob,
-                token_logprobs=scored.token_logprobs,
-                steps=step_count,
-                differences=rule.departures(row),
-                log_joint=None if drawn is None else scored.log_prob + rule.log_order(row),
-            )
+    with duel.one_run():
+        for group in duel.groups(windows, range(len(windows))):
+            of_group = tuple(orders[n] for n in group.window_indices)
+            rule = _Followed(of_group, group.rows, duel.followed, drawn)
+            for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
+                window = group.windows[row]
+                step_count = 0
+                for part in target_parts(window, duel.blocks(window)):
+                    step_count += len(set(of_group[row][part]))
+                trajectories[group.window_indices[row]] = Trajectory(
+                    log_prob=scored.log_prob,
+                    token_logprobs=scored.token_logprobs,
+                    steps=step_count,
+                    differences=rule.departures(row),
+                    log_joint=None if drawn is None else scored.log_prob + rule.log_order(row),
+                )
+            rules.repeat_last(rule.rule)
+        duel.row_checks.compare(duel.counts)
     return trajectories
 
 

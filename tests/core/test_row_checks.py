@@ -16,6 +16,7 @@ from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.errors import InconsistentOutput
+from lm_eval_duel.estimators import trajectories
 from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -156,6 +157,7 @@ def test_something_was_compared_and_nothing_waits(rule):
         lambda duel: duel.log_prob(windows(1, length=4)),
         lambda duel: duel.replay(windows(1, length=4), [(0, 0, 0, 0)]),
         lambda duel: duel.sample([(1,)], 4),
+        lambda duel: trajectories.follow(duel, windows(1, length=4), [(0, 0, 0, 0)], None),
     ):
         duel = estimator.with_counts(Counts())
         call(duel)

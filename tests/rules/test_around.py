@@ -8,14 +8,16 @@ from typing import ClassVar
 
 import pytest
 import torch
+from attends import Attends
 from laws import total
 from toys import Toy
 
-from lm_eval_duel import Window, rules
+from lm_eval_duel import Duel, Window, rules
 from lm_eval_duel.errors import DuelError, InconsistentOutput
-from lm_eval_duel.estimators.arguments import LatticeArguments
+from lm_eval_duel.estimators.arguments import LatticeArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.rules.checked import FIRST_CALLS
 
 
@@ -225,20 +227,44 @@ def test_a_rule_that_counts_its_calls_is_found_at_the_end_of_a_run():
 
 @dataclasses.dataclass(frozen=True)
 class CountsNearTheEnd(Counts):
-    """Negative control: a function of its predictions until two positions are left, which no first call reaches."""
+    """Negative control: a function of its predictions until three positions of a block are left.
+
+    No first call of a run reaches them, at `start` or later.
+    """
+
+    start: int = 0
+    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions, lanes):
-        if lanes.masked.sum(1).max() > 2:
-            return Own.__call__(self, predictions, lanes)
-        from_the_end = next(self.calls) % 2
-        masked = lanes.masked.flip(1) if from_the_end else lanes.masked
-        first = masked & (masked.cumsum(1) == 1)
-        return first.flip(1) if from_the_end else first
+        pick = lanes.masked & (lanes.masked.cumsum(1) == 1)
+        if next(self.calls) % 2:
+            near_the_end = (lanes.masked.sum(1) <= 3) & (lanes.start >= self.start)  # (R,)
+            last = lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) == 1)
+            pick = torch.where(near_the_end[:, None], last, pick)
+        return rules.Decision.certain(pick)
 
 
-def test_the_call_that_is_repeated_at_the_end_of_a_run_is_its_last():
+def _two_phase(rule):
+    return TwoPhase(Attends(length=12), rule, 12, TwoPhaseArguments(1.0))
+
+
+def _lattice(network):
+    return Lattice(network, 3, LatticeArguments([CountsNearTheEnd(start=9)]), batch_size=1)  # 3 + 24 calls
+
+
+RUNS = {
+    "scores": lambda duel, windows: duel.estimator.log_prob(windows),
+    "samples": lambda duel, windows: duel.estimator.sample([()], 12),
+    "an estimate": lambda duel, windows: _two_phase(duel.rule).log_prob(windows),
+    "all orders": lambda duel, windows: _lattice(duel.denoiser).log_prob(windows),
+    "a recorded order": lambda duel, windows: duel.follow(windows, [range(12)]),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_the_call_that_is_repeated_at_the_end_of_a_run_is_its_last(run):
     with pytest.raises(InconsistentOutput):
-        DuelEstimator(Toy(length=12), CountsNearTheEnd(), 12).log_prob([Window((), (0,) * 12)])
+        run(Duel(Toy(length=12), CountsNearTheEnd(), 12), [Window((), (0,) * 12)])
 
 
 def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
