@@ -169,14 +169,17 @@ SEVERAL = {  # (model, estimator, rule, cache): the nats of two tasks
 
 
 def several(folder):
-    for (model, estimator, _, cache), both in SEVERAL.items():
-        given = {"model": model, "docs": dict(zip(("sotu", "news"), map(docs, both), strict=True))}
+    """Their results files."""
+    for (model, estimator, _, cache), (sotu, news) in SEVERAL.items():
+        documents_of_tasks = {"sotu": docs(sotu), "news": docs(news)}
         if estimator == "ar":
-            hf(folder, **given)
+            hf(folder, model=model, docs=documents_of_tasks)
             continue
-        file = ours(folder, **given, estimator=estimator, spec={"cache": cache} if cache == "dual" else {})
-        for task in ("sotu", "news") if model == "E" else ():
-            put(file, f"config.duel.tasks.{task}.values.duel.stderr", 1.5)
+        spec = {"cache": "dual"} if cache == "dual" else {}
+        file = ours(folder, model=model, docs=documents_of_tasks, estimator=estimator, spec=spec)
+        if model == "E":
+            put(file, "config.duel.tasks.sotu.values.duel.stderr", 1.5)
+            put(file, "config.duel.tasks.news.values.duel.stderr", 1.5)
     return folder
 
 
