@@ -45,7 +45,8 @@ def our_tasks_only(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     """A network that is loaded ends the test."""
-    monkeypatch.setattr("lm_eval_duel.denoisers.loading.load_network", None)
+    for module in ("denoisers", "text"):
+        monkeypatch.setattr(f"lm_eval_duel.{module}.loading.load_network", None)
 
 
 def settings(tasks, folder=None, **others):
