@@ -1,12 +1,22 @@
 """Every flag of every command: alone, at 0 and at the empty text, twice, at its default; and what each one changes."""
 
+import contextlib
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
 import pytest
 from results import documents, ours, trace
 
+import lm_eval_duel
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.cli import audit, generate, inspect, report, score
-from lm_eval_duel.console.command_line import Parser
+from lm_eval_duel.cli import audit, audited_run, generate, inspect, report, score
+from lm_eval_duel.cli.main import main as command
+from lm_eval_duel.console import command_line
+from lm_eval_duel.console.command_line import Exit, Parser
 from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.results import figures, traced
 
 NEEDED = {  # the words that a command needs, in a folder with a text and results
@@ -188,3 +198,192 @@ def test_figures_have_their_formats_and_their_width(flags, formats, width, place
     report.main(["results", "--out", "out", *flags])
     [(made, out, given_formats, given_width, others)] = asked
     assert (made, out, tuple(given_formats), given_width, others) == ("a report", "out", formats, width, {})
+
+
+# ---------------------------------------------------------------- score
+
+
+@pytest.mark.parametrize("name", ["out.json", "./out.json", "here/../out.json", "linked.json"])
+def test_two_names_of_one_file_are_refused(name, place):
+    (place / "here").mkdir()
+    (place / "linked.json").symlink_to(place / "out.json")
+    with pytest.raises(UsageError, match="--csv and --json"):
+        score.parse(["a.txt", "--csv", str(place / "out.json"), "--json", name])
+    score.parse(["a.txt", "--csv", "other.json", "--json", name])
+
+
+def test_standard_input_is_read_by_one_process(place, monkeypatch):
+    for processes, files, refused in (
+        (1, ["-"], False),
+        (2, ["-"], True),
+        (2, ["a.txt", "-"], True),
+        (2, ["a.txt"], False),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        with pytest.raises(UsageError, match="Standard input") if refused else contextlib.nullcontext():
+            assert score.parse(files).file == files
+
+
+def test_a_trace_is_that_of_the_first_model(place):
+    models = score.parse(["a.txt", "--trace", "t.jsonl", "--compare", "rule=margin", "trace=u.jsonl"]).models
+    assert [model.args.get("trace") for model in models] == ["t.jsonl", None, "u.jsonl"]
+
+
+# ---------------------------------------------------------------- generate
+
+SETTINGS = {  # a flag with its value: what the draws get, and the entry of each line
+    "--suffix x": ({"suffixes": ["x"] * 2}, {"suffix": "x"}),
+    "--max_new_tokens 5": ({"max_new_tokens": 5}, {}),
+    "--temperature 0": ({"temperature": 0.0, "do_sample": False}, {"temperature": 0.0}),
+    "--temperature 0.5": ({"temperature": 0.5}, {"temperature": 0.5}),
+    "--top_k 3": ({"top_k": 3}, {"top_k": 3}),
+    "--top_p 0.25": ({"top_p": 0.25}, {"top_p": 0.25}),
+    "--until x yz": ({"until": ["x", "yz"]}, {}),
+    "--seed 7": ({"seed": 7}, {"seed": 7}),
+    "--model_args temperature=0.5,top_k=3,top_p=0.25": ({}, {"temperature": 0.5, "top_k": 3, "top_p": 0.25}),
+    "--batch_size 3": ({}, {}),
+    "--batch_size auto": ({}, {}),
+    "a_checkpoint": ({}, {"pretrained": "a_checkpoint"}),
+}
+
+
+@dataclasses.dataclass
+class Drawn:
+    """What `generate` reads of a text."""
+
+    prompt: str
+    window: dict = dataclasses.field(default_factory=lambda: {"target": (5,), "known": ()})
+    log_prob: float = -math.inf
+
+
+class Drawing:
+    """A `Duel` that notes what it is asked for. `interrupted`: Ctrl-C comes after the second text."""
+
+    fingerprint, rule, block, grid = "f", "greedy:k=1", 4, "target"
+    estimator = SimpleNamespace(name="duel")
+    denoiser = SimpleNamespace(cache="dual")
+
+    def __init__(self, interrupted=False):
+        self.interrupted = interrupted
+
+    def from_pretrained(self, name, **model):
+        self.name = name
+        self.model = model
+        return self
+
+    def generate_stream(self, prompts, **settings):
+        self.settings = settings
+        order = range(len(prompts))
+        for count, n in enumerate(reversed(order)):
+            if self.interrupted and count == 2:
+                raise KeyboardInterrupt
+            yield n, Drawn(prompts[n])
+
+
+NO_SETTINGS = {
+    "suffixes": [""] * 2,
+    "max_new_tokens": 64,
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "until": [],
+    "seed": 0,
+    "keys": [0, 1 << 32],
+}
+NO_METHOD = {
+    "suffix": "",
+    "pretrained": "demo-mdm",
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "seed": 0,
+    **{"fingerprint": "f", "estimator": "duel", "rule": "greedy:k=1", "block": 4, "grid": "target", "cache": "dual"},
+}
+
+
+@pytest.mark.parametrize("flags", ["", *SETTINGS])
+def test_every_setting_of_generate_reaches_the_draws_and_the_lines(flags, place, monkeypatch):
+    settings, method = SETTINGS.get(flags, ({}, {}))
+    duel = Drawing()
+    monkeypatch.setattr(lm_eval_duel, "Duel", duel)
+    generate.main([*flags.split(), "--prompt", "a \u00e9", "b", "--out", "out.jsonl"])
+    assert duel.settings == {**NO_SETTINGS, **settings}
+    lines = [json.loads(line) for line in (place / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["prompt"], line["sample"], line["context"]) for line in lines] == [(0, 0, "a \u00e9"), (1, 0, "b")]
+    for line in lines:
+        named = {key: line[key] for key in NO_METHOD}
+        assert named == {**NO_METHOD, **method} and line["log_prob"] is None and line["window"] == {"target": [5]}
+    assert duel.name == {**NO_METHOD, **method}["pretrained"] and "pretrained" not in duel.model
+    assert duel.model["batch_size"] == (3 if flags == "--batch_size 3" else None)
+
+
+def test_a_flag_and_a_model_arg_of_one_name_are_refused(place):
+    for key, flag, arg in (("temperature", "0", "0.5"), ("top_k", "3", "2"), ("top_p", "1", "0.5")):
+        with pytest.raises(UsageError, match=f"--{key} {flag} and {key}={arg} of"):
+            generate.parse(["--model_args", f"{key}={arg}", f"--{key}", flag])
+
+
+def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatch):
+    monkeypatch.setattr(lm_eval_duel, "Duel", Drawing(interrupted=True))
+    with pytest.raises(Exit) as ended:
+        command(["generate", "--prompt", "a", "b", "c", "d", "--out", "out.jsonl"])
+    assert ended.value.code == command_line.INTERRUPTED
+    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["context"]) for line in lines] == [(2, "c"), (3, "d")]
+
+
+@pytest.mark.parametrize(
+    ("named", "texts"),
+    [
+        ([], [""]),
+        (["--prompt", "a", "b"], ["a", "b"]),
+        (["--prompts", "a.txt"], ["a b"]),
+        (["--prompts", "rows.jsonl"], ["x", "z"]),
+        (["--prompts", "rows.jsonl", "--field", "other"], ["y", "w"]),
+    ],
+)
+def test_prompts(named, texts, place):
+    rows = [{"prompt": "x", "other": "y"}, {"prompt": "z", "other": "w"}]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate.parse(named).prompts == texts
+
+
+# ---------------------------------------------------------------- audit
+
+
+@pytest.mark.parametrize(
+    ("args", "used", "of_run"),
+    [
+        ("block=4", "float32", "auto"),
+        ("dtype=float32", "float32", "float32"),
+        ("dtype=bfloat16", "float32", "bfloat16"),
+        ("dtype=float64", "float64", "float64"),
+    ],
+)
+def test_an_audit_is_in_float32_or_better(args, used, of_run):
+    """And says which runs have another fingerprint."""
+    options = audit.parse(["demo-mdm", "--tasks", "sotu", "--model_args", args])
+    assert (options.model["dtype"], options.dtype) == (used, of_run)
+    lm = SimpleNamespace(options=SimpleNamespace(dtype=used), fingerprint="f")
+    said = audited_run.described_dtype(lm, options.dtype)
+    assert said.startswith(f"Audited in {used}, fingerprint f. A run in ")
+    other = "another dtype" if of_run in ("auto", used) else of_run
+    assert f"A run in {other} has" in said
+
+
+def test_the_documents_of_the_limit_are_audited_and_the_others_are_company():
+    scored = []
+
+    def rolling(requests):
+        scored.extend(requests)
+        return [-1.0] * len(requests)
+
+    statistics = SimpleNamespace(checked=[], verify_failures=["a window"])
+    lm = SimpleNamespace(loglikelihood_rolling=rolling, evaluation=SimpleNamespace(stats=statistics))
+    requests = [make_request("loglikelihood_rolling", {}, (f"a b {n}",), "t", n) for n in (0, 1, 2, 3)]
+    findings = audited_run.Audit("float32")
+    audited_run.audit_requests(lm, None, requests, 2, findings)
+    assert [request.doc_id for request in scored if request.task_name == "t"] == [0, 1]
+    company = [request.args[0] for request in scored if request.task_name != "t"]
+    assert company == ["a b 2", "a b 3", "a b ", "a b "] and len(findings.problems) == 1

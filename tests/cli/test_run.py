@@ -1,0 +1,137 @@
+"""`lm-eval-duel run`: what of its command line reaches lm-eval and the checks of model args, in this process."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lm_eval_duel.cli import run
+from lm_eval_duel.console import command_line
+from lm_eval_duel.errors import UsageError
+from lm_eval_duel.options import Options
+
+QUIET = {"LMEVAL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The model args that are checked."""
+    asked = []
+
+    def parse(given):
+        asked.append(dict(given))
+
+    monkeypatch.setattr(Options, "parse", parse)
+    return asked
+
+
+NAMED = [  # words, what lm-eval gets of them, and whether the model args are checked
+    (["demo-bd", "--tasks", "t"], ["--model_args", {"pretrained": "demo-bd"}, "--tasks", "t"], True),
+    (["--tasks", "t"], ["--tasks", "t"], False),
+    (["-M", "hf", "-a", "blok=4"], ["--model", "hf", "--model_args", {"blok": 4}], False),
+    (["-a", "block=0", "--model", "duel-mdm"], ["--model", "duel-mdm", "--model_args", {"block": 0}], True),
+    (["demo-bd", "-a", "block=4", "k=2"], ["--model_args", {"pretrained": "demo-bd", "block": 4, "k": 2}], True),
+    (["--model_args", "x,k=1", "--limit", "0"], ["--model_args", {"pretrained": "x", "k": 1}, "--limit", "0"], True),
+]
+
+
+@pytest.mark.parametrize(("words", "passed", "is_checked"), NAMED)
+def test_what_lm_eval_gets(words, passed, is_checked, checked):
+    """Model args of another model than ours are not ours to check."""
+    found = [json.loads(word) if word.startswith("{") else word for word in run._named(words)]
+    [*args] = [word for word in passed if isinstance(word, dict)]
+    assert found == passed and checked == (args if is_checked else [])
+
+
+@pytest.mark.parametrize("words", [["--quiet", "--tasks", "t"], ["demo-bd", "--quiet"], ["--tasks", "t"]])
+def test_quiet_is_ours(words, checked, monkeypatch):
+    for name in QUIET:
+        monkeypatch.setenv(name, "as before")
+    assert "--quiet" not in run._named(words)
+    assert {name: os.environ[name] for name in QUIET} == (
+        QUIET if "--quiet" in words else dict.fromkeys(QUIET, "as before")
+    )
+
+
+def test_quiet_is_that_of_every_command(monkeypatch):
+    for name in QUIET:
+        monkeypatch.setenv(name, "as before")
+    command_line.Parser("x", "", "", "").parse_args([])
+    assert {os.environ[name] for name in QUIET} == {"as before"}
+    command_line.Parser("x", "", "", "").parse_args(["--quiet"])
+    assert {name: os.environ[name] for name in QUIET} == QUIET
+
+
+def parsed(words, config=None, folder=None):
+    """lm-eval's arguments as `run` completes them, and the tasks that it checks."""
+    from lm_eval._cli import HarnessCLI
+
+    if config is not None:
+        (folder / "c.yaml").write_text(json.dumps(config))
+        words = ["--config", str(folder / "c.yaml"), *words]
+    sys.argv = ["lm-eval", "run", *words]
+    args = run._parsed(HarnessCLI())
+    run.register()
+    run._complete(args)
+    return args, run._check(args)
+
+
+FLAGS = {  # flags of lm-eval that are model args, and how they are checked
+    "--batch_size 7": {"batch_size": "7"},
+    "--max_batch_size 3": {"max_batch_size": 3},
+    "--device cpu": {"device": "cpu"},
+    "--trust_remote_code": {"trust_remote_code": True},
+    "--limit 2": {},
+    "--model hf --batch_size 7": None,
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_that_are_model_args_are_checked_with_them(flags, checked, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    _, names = parsed(["--tasks", "sotu,t2", "--model_args", "block=4", *flags.split()])
+    assert names == ["sotu", "t2"]
+    if FLAGS[flags] is None:  # another model
+        assert checked == []
+        return
+    [given] = checked
+    expected = {"block": 4, **FLAGS[flags]}
+    assert {key: str(given[key]) for key in expected} == {key: str(value) for key, value in expected.items()}
+    assert ("trust_remote_code" in given) == ("trust" in flags)
+
+
+def test_files_of_text_become_one_task_beside_the_others(tmp_path):
+    texts = []
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("a b\n")
+        texts.append(str(tmp_path / name))
+    args = SimpleNamespace(tasks=f"sotu,{texts[0]},ptb,{texts[1]}", metadata={"length": 8})
+    run._take_texts(args)
+    assert args.tasks == "sotu,ptb,duel_text" and args.metadata == {"length": 8, "files": texts}
+    args = SimpleNamespace(tasks="sotu,ptb", metadata=None)
+    run._take_texts(args)
+    assert (args.tasks, args.metadata) == ("sotu,ptb", None)
+    with pytest.raises(UsageError, match="--metadata"):
+        run._take_texts(SimpleNamespace(tasks=texts[0], metadata={"files": []}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "takes"),
+    [
+        ("model", 3, "a string"),
+        ("tasks", ["sotu", 3], "a string or a list of strings"),
+        ("include_path", 3, "a string or a list of strings"),
+        ("model_args", ["a"], "a mapping"),
+        ("metadata", 3, "a mapping"),
+        ("gen_kwargs", [], "a mapping"),
+    ],
+)
+def test_values_of_a_config_file_have_their_types(key, value, takes, tmp_path):
+    (tmp_path / "c.yaml").write_text(json.dumps({key: value}))
+    with pytest.raises(UsageError, match=f"'{key}' must be {takes}"):
+        run._load_config(str(tmp_path / "c.yaml"))
+    for empty in (None, {"model": "", "tasks": [], "include_path": []}.get(key, {})):
+        (tmp_path / "c.yaml").write_text(json.dumps({key: empty}))
+        assert run._load_config(str(tmp_path / "c.yaml"))[key] == empty
