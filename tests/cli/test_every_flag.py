@@ -338,7 +338,7 @@ def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatc
     [
         ([], [""]),
         (["--prompt", "a", "b"], ["a", "b"]),
-        (["--prompts", "a.txt"], ["a b"]),
+        (["--prompts", "lines.txt", "a.txt"], ["c d", "e", "a b"]),
         (["--prompts", "rows.jsonl"], ["x", "z"]),
         (["--prompts", "rows.jsonl", "--field", "other"], ["y", "w"]),
     ],
@@ -346,6 +346,7 @@ def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatc
 def test_prompts(named, texts, place):
     rows = [{"prompt": "x", "other": "y"}, {"prompt": "z", "other": "w"}]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "lines.txt").write_text("c d\n\ne\n")
     assert generate.parse(named).prompts == texts
 
 

@@ -1,0 +1,309 @@
+"""What every command prints with: JSON without infinities, tables, cells of CSV; its flags, and how it ends."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH
+from lm_eval_duel.cli import main as program
+from lm_eval_duel.console import command_line
+from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser, errors_as_exit_codes
+from lm_eval_duel.errors import DuelError, UsageError
+
+# ---------------------------------------------------------------- JSON
+
+
+def test_every_number_that_json_lacks_is_null_and_named():
+    content = {
+        "a": [1.0, math.inf, {"b": -math.inf}],
+        "c": {"d": (math.nan, 2), "e": True},
+        "f": None,
+        "g": "inf",
+        "h": 10**400,
+    }
+    found = json.loads(command_line.dumps(content), parse_constant=pytest.fail)
+    reasons = found.pop("nulls")
+    assert found == {
+        "a": [1.0, None, {"b": None}],
+        "c": {"d": [None, 2], "e": True},
+        "f": None,
+        "g": "inf",
+        "h": 10**400,
+    }
+    assert list(reasons) == ["a.1", "a.2.b", "c.d.0"]
+    assert reasons["a.1"].startswith("infinite") and reasons["a.2.b"].startswith("minus infinity")
+    assert reasons["c.d.0"] == "not a number"
+    assert "nulls" not in json.loads(command_line.dumps({"a": 1.0}))
+
+
+def test_json_is_written_or_printed(tmp_path, capsys):
+    command_line.write_json(str(tmp_path / "a.json"), {"a": "\u00e9"})
+    assert capsys.readouterr().out == ""
+    command_line.write_json(command_line.STDOUT, {"a": "\u00e9"})
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "a.json").read_text()) == {"a": "\u00e9"}
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_numbers_are_to_the_right_and_texts_to_the_left():
+    rows = [("one", "≤ 9.5", "", "a"), ("three", "12.25", "", ""), ("five and", "", "", "1")]
+    assert command_line.plain_table(["name", "number", "empty", "mixed"], rows).splitlines() == [
+        "name      number  mixed",
+        "one        ≤ 9.5  a",
+        "three      12.25",
+        "five and          1",
+    ]
+    assert command_line.plain_table([], [("a", "1"), ("bcd", "22")]).splitlines() == ["a     1", "bcd  22"]
+
+
+def test_a_width_is_that_of_the_terminal():
+    """Wide characters take two columns, combining ones none; what breaks a line is a space."""
+    rows = [("\u6f22\uff21", "x"), ("e\u0301", "y"), ("a\nb\u2028", "z")]
+    assert command_line.plain_table([], rows).splitlines() == ["\u6f22\uff21  x", "e\u0301     y", "a b   z"]
+    for character in "\n\r\t\x00\x1b\x7f\u2028\u2029\ud83d":
+        assert command_line.one_line(f"a{character}b") == "a b", repr(character)
+
+
+@pytest.mark.parametrize(
+    ("value", "cell"),
+    [
+        ("=1+1", "'=1+1"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@x", "'@x"),
+        ("\tx", "' x"),
+        ("\rx", "' x"),
+        ("a=1", "a=1"),
+        ("", ""),
+        ("a\nb", "a b"),
+        (None, ""),
+        (True, "yes"),
+        (False, "no"),
+        (0, 0),
+        (-1.5, -1.5),
+    ],
+)
+def test_cells_of_csv(value, cell):
+    assert repr(command_line.csv_cell(value)) == repr(cell)
+
+
+@pytest.mark.parametrize(
+    ("cells", "numeric"),
+    [
+        (["1", "≤ 2.5 ± 1", "**3**"], True),
+        (["-1", "+2"], True),
+        (["[1] 2", "~ 3", ".5"], True),
+        (["", ""], True),
+        (["1", "none"], False),
+        (["-"], False),
+    ],
+)
+def test_columns_of_numbers(cells, numeric):
+    assert command_line.is_numeric(cells) == numeric
+
+
+# ---------------------------------------------------------------- flags
+
+
+class Example(Parser):
+    """A command with a flag of each kind."""
+
+    def __init__(self):
+        super().__init__(
+            "x", "what it does", "what it prints", "example",
+            *("NAME", "model_args", "json"),
+            count=Flag(COUNT, 3, "a count of 5 %", shows="N"),
+            counts=Flag(COUNT, (1, 2), "counts", many=True),
+            truth=Flag(TRUTH, False, "a truth"),
+            text=Flag(TEXT, None, "a text", unset="what is there"),
+            needed=Flag(TEXT, MISSING, "a text that must be given"),
+        )  # fmt: skip
+
+
+def values(*words):
+    return vars(Example().parse_args(["--needed", "x", *words]))
+
+
+def test_flags_have_their_values():
+    assert values() == {
+        **{"name": None, "model_args": {}, "json": None, "count": 3, "counts": [1, 2], "truth": False},
+        **{"text": None, "needed": "x"},
+    }
+    found = values("demo-mdm", "--count", "7", "--counts", "5", "6", "--truth", "--text", "t", "--json")
+    assert found["name"] == "demo-mdm" and (found["count"], found["counts"]) == (7, [5, 6])
+    assert found["truth"] is True and found["text"] == "t" and found["json"] == command_line.STDOUT
+    assert values("--json", "a.json")["json"] == "a.json"
+    assert values("--tex=a=b")["text"] == "a=b" and values("--trut")["truth"] is True
+    assert values("--model-args", "block=4")["model_args"] == {"block": 4}
+    assert values("--", "demo-bd")["name"] == "demo-bd"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--cou", "4"], "--cou"),  # of two flags
+        (["--count", "4", "--count", "4"], "--count is given twice"),
+        (["--truth", "--truth"], "--truth is given twice"),
+        (["--count=4", "--cou-nt=5"], "cou-nt"),
+        (["--model_args", "a=1", "--model-args", "a=1"], "--model_args is given twice"),
+        (["--contu", "4"], "Did you mean --count"),
+        (["--count", "0"], "'--count'"),
+        (["--counts", "1", "0"], "'--counts'"),
+        (["--count="], "'--count'"),
+        (["--count=--"], "--count"),
+        (["a", "b"], "b"),
+    ],
+)
+def test_wrong_words_are_named(words, named):
+    with pytest.raises(UsageError, match=named):
+        values(*words)
+
+
+def test_a_flag_that_is_needed_is_asked_for():
+    with pytest.raises(UsageError, match="--needed"):
+        Example().parse_args([])
+
+
+def test_help_has_every_flag_with_its_default():
+    shown = " ".join(Example().format_help().split())
+    for part in (
+        "--count N a count of 5 % (3)",
+        "counts ((1, 2))",
+        "a truth --",
+        "a text (what is there)",
+        "a text that must be given --",
+        "[NAME]",
+        "[--json [FILE]]",
+        "example: lm-eval-duel x example",
+        "what it prints",
+    ):
+        assert part in shown, part
+
+
+def test_widths_of_figures():
+    for written, taken in (("3", True), ("30", True), ("2.9", False), ("31", False), ("nan", False)):
+        try:
+            assert FLAGS["width"].read("--width", written) == float(written) and taken
+        except DuelError:
+            assert not taken
+
+
+def test_files_and_folders_to_write(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    new = tmp_path / "a" / "b" / "c"
+    for kind, name, taken in (
+        (command_line.FOLDER, tmp_path / "folder", True),
+        (command_line.FOLDER, new, True),
+        (command_line.FOLDER, tmp_path / "file", False),
+        (command_line.FOLDER, tmp_path / "file" / "below", False),
+        (command_line.FOLDER, "", False),
+        (command_line.FILE, tmp_path / "file", True),
+        (command_line.FILE, tmp_path / "new", True),
+        (command_line.FILE, tmp_path / "folder", False),
+        (command_line.FILE, new, False),
+        (command_line.FILE, "", False),
+        (command_line.FILE, command_line.STDOUT, True),
+        (command_line.EXISTING, tmp_path / "folder", True),
+        (command_line.EXISTING, tmp_path / "file", False),
+    ):
+        try:
+            assert kind("out", str(name)) == str(name) and taken, name
+        except DuelError:
+            assert not taken, name
+
+
+def test_what_cannot_be_written_to(tmp_path, monkeypatch):
+    """As another user's: the permissions of files bind everyone but root."""
+    monkeypatch.setattr(command_line.os, "access", lambda *_: False)
+    for kind in (command_line.FOLDER, command_line.FILE):
+        with pytest.raises(DuelError, match="out"):
+            kind("out", str(tmp_path / "x"))
+
+
+def test_a_folder_whose_name_looks_like_model_args_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "net,block=4"
+    with pytest.raises(DuelError, match="model_args"):
+        FLAGS["NAME"].read("NAME", name)
+    (tmp_path / name).mkdir()
+    assert FLAGS["NAME"].read("NAME", name) == name
+
+
+# ---------------------------------------------------------------- processes, and ends
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "expected"), [(None, None, (0, 1)), ("1", "3", (0, 1)), ("2", "1", (1, 2)), ("4", None, (0, 4))]
+)
+def test_processes(size, rank, expected, monkeypatch):
+    for name, value in (("WORLD_SIZE", size), ("RANK", rank)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert command_line.process() == expected
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_only_some_commands_take_part_in_a_launch(name, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    if name in ("run", "score"):
+        with pytest.raises(SystemExit):
+            program.main([name, "--help"])
+    else:
+        program.main([name, "--help"])
+    assert (capsys.readouterr().out == "") == (name not in ("run", "score"))
+
+
+@pytest.mark.parametrize("name", [*program.COMMANDS, "", "--help", "-h", "--version"])
+def test_what_a_command_raises_is_its_own_but_in_lm_evals(name, monkeypatch):
+    """A file that cannot be read in lm-eval's command may be anything: it keeps its traceback."""
+
+    def failing(*_):
+        raise FileNotFoundError(2, "No such file", "x")
+
+    monkeypatch.setattr(
+        program.importlib, "import_module", lambda _: type("Module", (), {"main": staticmethod(failing)})
+    )
+    if name not in program.COMMANDS:
+        program.main([name] if name else [])
+        return
+    with pytest.raises(FileNotFoundError if name == "run" else Exit) as ended:
+        program.main([name])
+    if name != "run":
+        assert ended.value.code == command_line.FAILED and "x" in str(ended.value)
+
+
+def test_versions_are_those_that_numbers_depend_on(capsys, monkeypatch):
+    monkeypatch.setattr(program, "_version_of", {"lm_eval_duel": "1", "torch": "2", "lm_eval": "3"}.get)
+    program.main(["--version"])
+    python = ".".join(map(str, sys.version_info[:3]))
+    expected = f"lm-eval-duel 1 (lm_eval 3, torch 2, transformers None, Python {python}"
+    assert capsys.readouterr().out.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), 1),
+        (MemoryError("8 bytes"), 1),
+        (RuntimeError("CUDA out of memory. Tried"), 1),
+        (RuntimeError("Storage size calculation overflowed"), 1),
+        (RuntimeError("another"), None),
+        (BrokenPipeError(), 141),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_errors_of_memory(error, code, own, monkeypatch):
+    """In lm-eval's command, too, Ctrl-C and a reader that left are ends; an error of memory keeps its traceback."""
+    monkeypatch.setattr(command_line.os, "dup2", lambda *_: None)
+    kept = code is None or (not own and code == 1)
+    with pytest.raises(type(error) if kept else Exit) as ended, errors_as_exit_codes(own):
+        raise error
+    if not kept:
+        assert ended.value.code == code
