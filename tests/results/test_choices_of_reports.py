@@ -101,11 +101,11 @@ def test_pairs_come_with_clear_ones_first_and_the_largest_difference_first():
 # ---------------------------------------------------------------- speeds and notes
 
 
-@pytest.mark.parametrize("steps", [(1.0, 1.0), (1.0, 0.9996), (1.0, 0.5)])
+@pytest.mark.parametrize("steps", [(1.0, 1.0), (1.0, 0.999), (0.5, 1.0)])
 def test_rules_are_shown_against_nfe_if_two_differ(tmp_path, steps):
     for rule, nfe in zip(("greedy:k=1", "margin:k=1"), steps, strict=True):
         put(ours(tmp_path, per_token(["t"], [20.0]), rule=rule), "config.duel.tasks.t.values.duel.nfe", 1000 * nfe)
-    assert len(board(tmp_path).tasks["t"].rules) == (steps[1] == 0.5)
+    assert len(board(tmp_path).tasks["t"].rules) == (steps[0] != steps[1])
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -119,7 +119,8 @@ def test_the_levels_of_rules_are_of_their_own_block(tmp_path, first):
             ours(tmp_path, per_token(["t"], [20.0]), rule=rule, nfe=nfe, block=block, **shared)
     ours(tmp_path, per_token(["t"], [23.0]), estimator="elbo", block="4", spec={"elbo_block": "4"}, **shared)
     shown = {
-        speeds.title: (speeds.oracle.value, speeds.elbo is not None) for speeds in board(tmp_path).tasks["t"].rules
+        speeds.title: (round(speeds.oracle.value, 6), speeds.elbo is not None)
+        for speeds in board(tmp_path).tasks["t"].rules
     }
     assert shown == {"MDLM, block 4": (12.0, True), "MDLM, block 8": (11.0, False)}
 
@@ -216,9 +217,8 @@ def test_no_interval_is_explained_by_the_row_that_has_no_draws(tmp_path, first):
     ours(tmp_path, docs=docs("sotu", shift=5), rule="margin:k=1", log=not first)
     [pair] = board(tmp_path, "--pairs", "all").tasks["sotu"].pairs
     assert pair.interval is None and pair.difference == pytest.approx(-15 / 90)
-    assert (
-        ("margin" if first else "greedy") in str(pair.reason) != ("greedy" if first else "margin") in str(pair.reason)
-    )
+    without, other = ("margin", "greedy") if first else ("greedy", "margin")
+    assert without in str(pair.reason) and other not in str(pair.reason)
 
 
 @pytest.mark.parametrize(("error", "closes"), [(1.0, True), (40.0, False)])
@@ -284,7 +284,7 @@ def test_the_orders_of_a_window(change, rules):
         ({"estimator": "duel", "block": "4", "cache": "none"}, "greedy:k=1", "M, greedy, block 4, cache=none"),
         ({"estimator": "duel", "block": "none"}, "greedy:k=1", "M, greedy, whole target"),
         ({"estimator": "oracle", "block": "4"}, "greedy:k=1", "M, greedy, block 4"),
-        ({"estimator": "two_phase", "block": "4"}, "greedy:k=1", "M, Two-phase*, greedy, block 4"),
+        ({"estimator": "two_phase", "block": "4"}, "greedy:k=1", "M, DUEL estimate*, greedy, block 4"),
         ({"estimator": "ar"}, "", "M, autoregressive"),
         ({"estimator": "later", "block": "4"}, "greedy:k=1", "M, greedy, block 4"),
     ],
@@ -387,10 +387,10 @@ def test_columns_of_the_page(tmp_path, tasks):
     for name in tasks:
         row = duel.method.rows[name].row
         assert texts[f"{name} bits/byte"] == f"{row.metrics['bits_per_byte']:.4f}"
-        assert texts[f"{name} gap"].startswith("+") and texts[f"{name} gap closed, %"][0][:2] == "42"
+        assert texts[f"{name} gap"].startswith("+") and texts[f"{name} gap closed, %"][0][:2] == "62"
         assert "Monte Carlo" in str(texts[f"{name} gap closed, %"][1])
     assert texts["choice acc"] == "0.5000 ± 0.1250"
-    kinds = {kind for kind in page._legend(content.standings.rows)}
+    kinds = set(page._legend(content.standings.rows))
     assert kinds == {"AR", "exact", "bound"}
 
 
@@ -420,7 +420,7 @@ def test_the_table_of_a_run_has_the_first_metric_and_counts_documents_of_tasks_w
     assert first == "token_perplexity" and "perplexity per token" in run_summary.summary(content)
     sizes = {name: {"effective": 30} for name in "abcdef"}
     sizes["a"]["original"] = 50
-    content["results"] = dict.fromkeys("abcdef", {"acc,none": 0.5})
+    content["results"] = {name: {"acc,none": 0.5} for name in sizes}
     content["n-samples"] = sizes
     assert "180 of 200 documents of 6 tasks (--limit)" in run_summary.summary(content)
 
@@ -436,9 +436,9 @@ def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, ta
     kinds = [kind for name, kind, _ in content.tables() if not name]
     assert "gap_closed" in kinds
     text = reports.markdown(content)
-    assert text.count(reports.DRAWN) == 1 and text.count("Two tasks") == 0
+    assert text.count(reports.DRAWN) == 1
     of_second = text[text.index(f"## {second}") :]
-    assert (reports.DRAWN in of_second.partition("\n## ")[0]) is False
+    assert reports.DRAWN not in of_second.partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("names", [("a.txt", "a.txt"), ("a.txt", "b.txt"), ("a.txt", None), (None, None)])
