@@ -70,6 +70,11 @@ class CheckedWindow:
         return self.again.route != ALONE
 
     @property
+    def both_zero(self) -> bool:
+        """True if the probability is 0 in both: they are equal, whatever either computes of the other tokens."""
+        return self.log_prob == self.again.log_prob == -math.inf
+
+    @property
     def problems(self) -> list[str]:
         """The differences beyond float32 noise, as text."""
         problems = []

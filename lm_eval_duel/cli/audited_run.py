@@ -66,7 +66,12 @@ class Audit:
     @property
     def unchecked(self) -> bool:
         """True if no window could be compared with the reference."""
-        return not any(each.independent for each in self.checked)
+        return not self._held_to_the_reference
+
+    @property
+    def _held_to_the_reference(self) -> list[CheckedWindow]:
+        """The windows whose value the reference could have contradicted."""
+        return [each for each in self.checked if each.independent and not each.both_zero]
 
     @property
     def verdict(self) -> str:
@@ -92,9 +97,9 @@ class Audit:
     def _compared(self) -> list[str]:
         """The parts of the run that were compared with something independent."""
         compared = []
-        independent = sum(each.independent for each in self.checked)
-        if independent:
-            compared.append(f"{counted(independent, 'window')} with the reference")
+        windows = self._held_to_the_reference
+        if windows:
+            compared.append(f"{counted(len(windows), 'window')} with the reference")
         compared += [finding.what for finding in self.network]
         compared += dict.fromkeys(self.held.compared)
         if self.lines:
@@ -108,6 +113,8 @@ class Audit:
         for each in self.checked:
             if not each.independent:
                 reasons[each.again.why_alone] += 1
+            elif each.both_zero:
+                reasons["probability 0 in the run and by the reference"] += 1
         for reason, count in reasons.items():
             missing.append(f"{counted(count, 'window')} ({reason})")
         return missing

@@ -115,6 +115,12 @@ def test_nothing_checked_is_no_pass():
     assert nothing.unchecked and nothing.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
     alone = Audit("float32", checked=[checked(0, route=ALONE)])
     assert alone.unchecked and alone.verdict.startswith("NOTHING CHECKED: 1 window")
+    zero = Audit("float32", checked=[checked(0, run=-math.inf, again=-math.inf)])
+    assert zero.unchecked and zero.verdict.startswith("NOTHING CHECKED: 1 window")
+    one_of_two = Audit("float32", checked=[*zero.checked, checked(1)])
+    assert not one_of_two.unchecked and "1 window with the reference" in one_of_two.verdict
+    infinite_in_the_run = Audit("float32", checked=[checked(0, run=-math.inf)])
+    assert infinite_in_the_run.verdict.startswith("FAIL")
 
 
 def test_the_verdict_counts_what_was_compared_and_what_was_not():
