@@ -176,31 +176,27 @@ def window(text):
 def test_the_first_documents_of_tasks_and_files_are_timed(monkeypatch, tmp_path):
     """Of both, whole texts and continuations; `--limit` holds for each task and for the files."""
     (tmp_path / "t.txt").write_text("ab\ncd\nef\n")
-    instances = [
-        SimpleNamespace(request_type=kind, n=n) for n, kind in enumerate(["loglikelihood_rolling", "other"] * 2)
-    ]
-    asked = []
-
-    def load(*given):
-        asked.append(given)
-        return [SimpleNamespace(instances=instances)]
-
-    monkeypatch.setattr(timing.named, "load", load)
+    kinds = ["loglikelihood_rolling", "loglikelihood"] * 2
+    task = SimpleNamespace(instances=[SimpleNamespace(request_type=kind, n=n) for n, kind in enumerate(kinds)])
     monkeypatch.setattr(requests, "document_windows", lambda text, found: [window(f"whole {r.n}") for r in found])
     monkeypatch.setattr(requests, "continuation_windows", lambda text, found: [window(f"gap {r.n}") for r in found])
     lm = model(text={"windows": window})
-    options = SimpleNamespace(
-        **{"tasks": ["t"], "files": [str(tmp_path / "t.txt")], "field": "text", "lines": True, "limit": 2},
-        **{"model_args": {"pretrained": "x", "length": 1}, "metadata": {"length": 2}, "include_path": "p"},
-    )
-    found = ["".join(map(chr, windows[0].target)) for windows in timing.read_documents(lm, options)]
+    options = SimpleNamespace(files=[str(tmp_path / "t.txt")], field="text", lines=True, limit=2)
+    found = ["".join(map(chr, windows[0].target)) for windows in timing.read_documents(lm, options, [task])]
     assert found == ["whole 0", "whole 2", "gap 1", "gap 3", "ab", "cd"]
-    assert asked == [(["t"], {"pretrained": "x", "length": 2}, "p", 2)]
-    options.tasks = None
     options.limit = None
-    assert len(timing.read_documents(lm, options)) == 3 and len(asked) == 1
+    assert len(timing.read_documents(lm, options, [])) == 3
     with pytest.raises(DuelError):
-        timing.read_documents(model(text={"windows": lambda text: [Window((2,), ())]}), options)
+        timing.read_documents(model(text={"windows": lambda text: [Window((2,), ())]}), options, [])
+
+
+def test_tasks_are_loaded_with_their_metadata_and_limit(monkeypatch):
+    asked = []
+    monkeypatch.setattr(inspect.named, "load", lambda *given: asked.append(given) or ["a task"])
+    words = ["demo-mdm", "--model_args", "max_length=8", "--limit", "2", "--metadata", "max_length=9,a=1"]
+    assert inspect._load_tasks(inspect.parse([*words, "--tasks", "sotu,ptb"])) == ["a task"]
+    assert asked == [(["sotu", "ptb"], {"pretrained": "demo-mdm", "max_length": 9, "a": 1}, None, 2)]
+    assert inspect._load_tasks(inspect.parse(words)) == [] and len(asked) == 1
 
 
 def test_every_count_and_unit_of_the_table(monkeypatch):
@@ -239,7 +235,8 @@ def test_json_has_what_is_printed(asked, texts, monkeypatch, tmp_path, capsys):
     made = []
     monkeypatch.setattr(lm_module, "DuelMDM", lambda **args: made.append(args))
     monkeypatch.setattr(inspect, "inspect", lambda lm, name: [("checkpoint", name), ("mask", "4")])
-    monkeypatch.setattr(timing, "read_documents", lambda lm, options: [window("ab")])
+    monkeypatch.setattr(inspect, "_load_tasks", lambda options: options.tasks)
+    monkeypatch.setattr(timing, "read_documents", lambda lm, options, tasks: [window("ab")] if texts else [])
     monkeypatch.setattr(timing, "measure", lambda lm, documents: ([], ["a note"]))
     monkeypatch.setattr(timing, "table", lambda lm, documents, timed, notes: f"{len(documents)} document, {notes}")
     words = [] if asked is None else ["--json", "out.json"] if asked == "file" else ["--json"]
