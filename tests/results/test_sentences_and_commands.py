@@ -1,0 +1,205 @@
+"""Sentences, cells and commands of a report: what each says, and what it may not say."""
+
+import shlex
+
+import pytest
+from results import documents, edit, hf, ours, per_token, put
+
+from lm_eval_duel.cli.report import parse
+from lm_eval_duel.results import columns, files, read
+from lm_eval_duel.results.report import collect
+
+TOKENS = (20, 40, 30)
+
+
+def docs(shift=0.0):
+    return {"sotu": documents([-60 - shift, -150 - shift, -90 - shift], TOKENS)}
+
+
+def board(folder, *words):
+    return collect(parse([str(folder), "--out", "unused", "--as_published", *words]))
+
+
+# ---------------------------------------------------------------- headlines
+
+MONTE_CARLO = {"estimator": "elbo", "spec": {"mc_samples": "16"}}
+BOUND_ONLY = [(30, MONTE_CARLO)]
+WITH_ELBO = [(30, MONTE_CARLO), (15, {})]
+
+
+@pytest.mark.parametrize(
+    ("results", "words", "said", "not_said"),
+    [
+        (
+            WITH_ELBO,
+            [],
+            ["46.22 under greedy", "estimated 62.2 %", "Monte Carlo ELBO gives ≤ 76.20", "against 28.03"],
+            ["Lowest"],
+        ),
+        (WITH_ELBO, ["--metric", "bits_per_byte"], ["bits per byte"], ["62.2", "closes"]),
+        (WITH_ELBO, ["--metric", "word_perplexity"], ["perplexity per word"], ["Lowest"]),
+        (BOUND_ONLY, [], ["≤ 76.20", "a gap of at most 48.17", "no DUEL result"], ["under"]),
+        ([(15, {"estimator": "mixture"})], [], ["a gap of 18.18", "no DUEL result"], ["at most", "≤"]),
+        (
+            [*WITH_ELBO, (3, {"rule": "margin:k=1"})],
+            [],
+            ["under greedy", "Lowest of its likelihoods: margin, 30.98"],
+            [],
+        ),
+        ([*WITH_ELBO, (3, {"estimator": "mixture"})], [], ["Lowest of its likelihoods", "30.98"], []),
+        ([*WITH_ELBO, (3, {"estimator": "oracle"})], [], ["under greedy"], ["Lowest"]),
+        ([(9, MONTE_CARLO), (15, {})], [], ["closes none of"], []),
+        ([(30, {"estimator": "elbo", "spec": {"elbo_eps": "0.01"}}), (15, {})], [], ["eps=0.01: no bound"], ["≤"]),
+        ([(15, {"spec": {"cache": "dual"}})], [], ["greedy with cache=dual", "gap of 18.18"], []),
+        ([(3, {"estimator": "oracle"})], [], ["the oracle only"], ["gap"]),
+    ],
+)
+def test_the_sentence_about_a_model(tmp_path, results, words, said, not_said):
+    hf(tmp_path, docs=docs(), model="AR")
+    for shift, more in results:
+        ours(tmp_path, docs=docs(shift), model="M", **more)
+    [line] = board(tmp_path, *words).headlines["sotu"]
+    assert line.startswith(r"**M** on sotu")
+    for text in said:
+        assert text in line, line
+    for text in not_said:
+        assert text not in line, line
+
+
+# ---------------------------------------------------------------- cells
+
+
+def test_errors_in_cells_are_of_what_they_stand_behind(tmp_path):
+    """The error of a gap is that of the value; that of a gap closed has its own unit; ± ? where none is known."""
+    hf(tmp_path, docs=docs(), model="AR")
+    of_elbo = ours(tmp_path, docs=docs(30), log=False, **MONTE_CARLO)
+    of_estimate = ours(tmp_path, docs=docs(15), estimator="two_phase", spec={"sample": "0.05"}, log=False)
+    put(of_elbo, "config.duel.tasks.sotu.values.elbo.stderr", 0.9)
+    put(of_estimate, "config.duel.tasks.sotu.values.two_phase.stderr", 0.45)
+    rows = {each.row.estimator: each for each in board(tmp_path).tasks["sotu"].rows}
+    estimate = rows["two_phase"]
+    assert columns.gap(estimate.row, estimate.gap) == "+18.18 ± 0.23"
+    assert columns.gap(rows["elbo"].row, rows["elbo"].gap) == "≤ +48.17 ± 0.76"
+    assert estimate.closed.stderr == pytest.approx(
+        100 * ((18.18 / 48.17**2 * 0.762) ** 2 + (0.231 / 48.17) ** 2) ** 0.5, rel=1e-2
+    )
+    assert columns.closed(estimate, " %") == f"62.2 ± {estimate.closed.stderr:.1f} %"
+    put(of_estimate, "config.duel.tasks.sotu.values.two_phase.stderr", None)
+    [estimate] = [each for each in board(tmp_path).tasks["sotu"].rows if each.row.estimator == "two_phase"]
+    assert columns.gap(estimate.row, estimate.gap) == "+18.18 ± ?"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
+    for cache in ("none", "dual")[:: 1 if first else -1]:
+        ours(tmp_path, docs=docs(15 if cache == "dual" else 0), spec={"cache": cache} if cache == "dual" else {})
+    content = board(tmp_path)
+    shown = content.tasks["sotu"].rows
+    names = columns.names_of_rows([each.row for each in shown])
+    assert [names["cache"](each.row) for each in shown] == ["none", "dual"]
+    of_runs = columns.names_of_runs(content.runs, [])
+    assert sorted(of_runs["cache"](run) for run in content.runs) == ["dual", "none"]
+    [cost] = [each for each in shown if each.cache_cost]
+    table = columns.cache_costs([cost])
+    cells = dict(zip(table.heads, table.rows[0], strict=True))
+    assert (cells["cache=none"], cells["with the cache"]) == ("28.03", "46.22")
+    [difference] = [text for head, text in cells.items() if head.startswith("cost")]
+    assert difference == "+0.5000"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "metric", "output", "error", "text", "is_remarked"),
+    [
+        ("duel", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", False),
+        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", True),
+        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", True),
+        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", False),
+        ("elbo", "f1", "loglikelihood", 0.0, "0.5000 ± ?", False),
+        ("elbo", "f1", "loglikelihood", None, "0.5000 ± ?", False),
+    ],
+)
+def test_an_accuracy(tmp_path, estimator, metric, output, error, text, is_remarked):
+    name, _, filtered = metric.partition(" (")
+    filtered = filtered.strip(")") or "none"
+    file = ours(tmp_path, docs=docs(), estimator=estimator)
+    put(file, ["results", "choice"], {f"{name},{filtered}": 0.5, f"{name}_stderr,{filtered}": error})
+    put(file, ["configs", "choice"], {"output_type": output})
+    [run] = read.runs([tmp_path])
+    cell = columns.average(run, "choice", metric)
+    assert cell == ((text, columns.NOT_DECODED) if is_remarked else text)
+    assert columns.average(run, "choice", "other") == ""
+
+
+def test_the_costs_of_a_run(tmp_path):
+    duel = {"peak_memory_bytes": 3 * 2**20, "forwards": 1234, "rows": 5678, "seconds": 9.0}
+    ours(tmp_path, docs=docs(), duel=duel, total_evaluation_time_seconds="31.5")
+    table = columns.cost(board(tmp_path).costs)
+    cells = dict(zip(table.heads, table.rows[0], strict=True))
+    assert cells["s per token"] == "0.1" and cells["whole run, s"] == "31.5"
+    assert (cells["forwards"], cells["rows"], cells["peak MiB"]) == ("1,234", "5,678", "3")
+
+
+# ---------------------------------------------------------------- commands
+
+SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, {"--model_args": "pretrained=MDLM", "--tasks": "a,b"}),
+        ({"config.limit": 0.25}, {"--limit": "0.25"}),
+        *(({"config." + key: 7}, {"--seed": ",".join(map(str, (SEEDS | {key: 7}).values()))}) for key in SEEDS),
+        *(({"config." + key: value}, {"--seed": None}) for key, value in SEEDS.items()),
+        ({"n-shot": {"a": 5, "b": 5}}, {"--num_fewshot": "5"}),
+        ({"n-shot": {"a": 5, "b": 0}}, {"--num_fewshot": None}),
+        ({"n-shot": {"a": 5, "b": 3}}, {"--num_fewshot": None}),
+        ({"system_instruction": "be brief"}, {"--system_instruction": "be brief"}),
+        ({"chat_template": "x"}, {"--apply_chat_template": ""}),
+        ({"config.model_args": {"pretrained": "M", "k": 2, "trace": "t"}}, {"--model_args": "pretrained=M,k=2"}),
+        ({"config.model_args": {"pretrained": "M", "x": "a,b"}}, {"--model_args": '{"pretrained": "M", "x": "a,b"}'}),
+        ({"config.model_args": {"x": "a b", "pretrained": "M"}}, {"--model_args": '{"x": "a b", "pretrained": "M"}'}),
+        ({"config.model_args": {"x": [1]}}, {"--model_args": '{"x": [1]}'}),
+        ({"config.model_args": "pretrained=M,k=2"}, {"--model_args": "pretrained=M,k=2"}),
+    ],
+)
+@pytest.mark.parametrize("make", [ours, hf])
+def test_the_flags_of_a_command(tmp_path, make, changes, flags):
+    file = make(tmp_path, per_token(["b", "a"], [20.0, 20.0]), model="MDLM")
+    for place, value in changes.items():
+        put(file, place, value)
+    [run] = read.runs([tmp_path])
+    words = shlex.split(files.command(run))
+    is_ours = make is ours
+    assert words[: 2 if is_ours else 3] == (["lm-eval-duel", "run"] if is_ours else ["lm_eval", "--model", "hf"])
+    assert ("--include_path" in words) != is_ours
+    for flag, value in flags.items():
+        assert (flag in words) == (value is not None)
+        if value:
+            assert words[words.index(flag) + 1] == value
+
+
+def test_a_model_that_was_made_in_python_has_no_command(tmp_path):
+    file = ours(tmp_path, docs=docs())
+    edit(file, lambda body: body["config"].update(model="Duel"))
+    [run] = read.runs([tmp_path])
+    assert files.command(run) == files.IN_PYTHON
+
+
+# ---------------------------------------------------------------- the folder of a report
+
+
+@pytest.mark.parametrize(
+    ("name", "is_removed"),
+    [("old.tex", True), ("old.png", True), ("sub/old.tex", False), ("../old.tex", False), ("old.py", False)],
+)
+def test_only_files_of_a_report_in_its_folder_are_removed(tmp_path, name, is_removed):
+    folder = tmp_path / "a" / "out"
+    (folder / "sub").mkdir(parents=True)
+    old = folder / name
+    files.write(folder, {}, {})
+    edit(folder / files.LISTING, lambda body: body["files"].append(name))
+    old.write_text("mine")
+    files.write(folder, {}, {"report.csv": "x", "report.md": b"y"})
+    assert old.exists() != is_removed
+    assert (folder / "report.csv").read_text() == "x" and (folder / "report.md").read_bytes() == b"y"
