@@ -425,6 +425,18 @@ def test_the_table_of_a_run_has_the_first_metric_and_counts_documents_of_tasks_w
     assert "180 of 200 documents of 6 tasks (--limit)" in run_summary.summary(content)
 
 
+def test_the_table_of_a_run_has_both_errors_of_a_value(tmp_path):
+    """That of the draws and that over windows, in the unit of the value; bits per byte have their own."""
+    file = ours(tmp_path, docs=docs("sotu"), estimator="elbo", spec={"mc_samples": "16"})
+    put(file, "config.duel.tasks.sotu.values.elbo", {"log_prob": -300.0, "stderr": 0.9, "window_stderr": 2.7})
+    text = run_summary.summary(json.loads(file.read_text()))
+    heads, _, values = [line.strip("|").split("|") for line in text.splitlines()[:3]]
+    cells = {head.strip(): cell.strip() for head, cell in zip(heads, values, strict=True)}
+    assert cells["value"] == "≤ 28.03 ± 0.28" and cells["s.e. over windows"] == "0.84"
+    assert cells["bits per byte"] == "≤ 24.0449 ± 0.0721" and cells["unit"] == "perplexity per token"
+    assert cells["kind"] == "an upper bound of the perplexity" and "Monte Carlo" in cells["error (±)"]
+
+
 @pytest.mark.parametrize("tasks", [("sotu", "news"), ("news", "sotu")])
 def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, tasks):
     """Gap closed, and the remark on intervals of estimates, although the other task has no ELBO."""

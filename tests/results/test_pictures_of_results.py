@@ -9,6 +9,7 @@ from results import documents, hf, ours
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.results import columns, figures, page
+from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.report import collect
 
 pytest.importorskip("matplotlib")
@@ -159,3 +160,32 @@ def test_every_row_of_the_page_has_the_classes_and_the_mark_of_its_method(report
         assert f'<text x="{x}" y="16">{label}</text>' in shown
         share = math.log(float(label) / low) / math.log(high / low)
         assert x == pytest.approx(page.MARGIN + share * (page.WIDTH - 2 * page.MARGIN), abs=0.06)
+
+
+# ---------------------------------------------------------------- files of figures, and their places in report.md
+
+
+def test_each_task_has_its_figures_in_every_format(folders, monkeypatch, tmp_path):
+    """By name; report.md shows the first format that is a picture, below the table that the figure is of."""
+    monkeypatch.setattr(figures, "_file", lambda figure, form, exact: f"{form} {exact}".encode())
+    for task in ("news", "a|b"):
+        for rule, (rate, nfe) in list(RULES.items())[:2]:
+            ours(tmp_path, docs={task: docs(rate)["sotu"]}, rule=rule, nfe=nfe)
+    content = collect(parse([str(folders[0]), str(tmp_path), "--out", "unused", "--as_published"]))
+    for formats, width in ((("png", "pdf"), None), (("pdf", "svg"), 4.5), (("pdf",), None)):
+        images = figures.draw(content.tasks, formats, width)
+        assert [(image.task, image.kind) for image in images] == [
+            (task, kind) for task in content.tasks for kind in ("perplexity", "rules")
+        ]
+        text = reports.markdown(content, images)
+        sections = dict(zip(content.tasks, re.split(r"^## ", text, flags=re.MULTILINE)[1:], strict=False))
+        for image in images:
+            stem = f"{image.kind}_{re.sub('[^a-z]', '_', image.task)}"
+            assert image.files == {f"{stem}.{form}": f"{form} {width is not None}".encode() for form in formats}
+            shown = next((form for form in formats if form != "pdf"), "pdf")
+            assert text.count(f"]({stem}.{shown})") == 1 == text.count(f"({stem}.")
+            section = sections[image.task]
+            place = section.index(f"({stem}.")
+            assert section.startswith(image.task)
+            assert (place < section.index("### Rules against NFE")) == (image.kind == "perplexity")
+            assert ("![" in section[:place].splitlines()[-1]) == (shown != "pdf")
