@@ -194,6 +194,10 @@ def test_a_value_in_another_metric_has_the_error_of_that_metric(tmp_path):
 # ---------------------------------------------------------------- the names of the bundled models
 
 
+def test_the_masked_model_is_scored_if_none_is_named():
+    assert demo.BUNDLED == "demo-mdm" and demo.BUNDLED in demo.NAMES
+
+
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_a_bundled_model_is_named_by_its_name_alone(name):
     """A folder of that name somewhere else is the user's own."""

@@ -398,17 +398,18 @@ def test_columns_of_the_page(tmp_path, tasks):
 
 
 def test_published_figures_are_listed_by_source_and_metric_and_bounds_are_marked(tmp_path):
-    lines = [",".join(published.NEEDED)]
+    lines = [",".join((*published.NEEDED, "stderr", "block"))]
     for metric, source in (("token_perplexity", "s"), ("word_perplexity", "s"), ("token_perplexity", "t")):
-        for estimator, number in (("elbo", 30), ("duel", 20)):
-            lines.append(f"M,{estimator},ptb,{metric},{number},{source}")
+        for estimator, number, stderr, block in (("elbo", 30, 0.25, "none"), ("duel", 20, "", 4), ("duel", 21, 1.5, 8)):
+            lines.append(f"M,{estimator},ptb,{metric},{number},{source},{stderr},{block}")
     (tmp_path / "p.csv").write_text("\n".join(lines))
     sources = published.by_source(published.read([tmp_path / "p.csv"]))
     assert [(each["source"], each["metric"]) for each in sources] == [
         *(("s", "token_perplexity"), ("s", "word_perplexity"), ("t", "token_perplexity"))
     ]
     for each in sources:
-        assert [row[-1] for row in published.table(each).rows] == ["≤ 30.00", "20.00"]
+        shown = [(row[2], row[-1]) for row in published.table(each).rows]
+        assert shown == [("whole target", "≤ 30.00 ± 0.25"), ("4", "20.00"), ("8", "21.00 ± 1.50")]
 
 
 def test_the_table_of_a_run_has_the_first_metric_and_counts_documents_of_tasks_without_a_limit():

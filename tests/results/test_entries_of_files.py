@@ -358,3 +358,18 @@ def test_a_file_of_score_has_all_the_models_that_it_compares(tmp_path):
     assert [(each.label, each.file.name) for each in read.from_file(tmp_path / "s.json")] == [
         *(("a", "s.json"), ("b", "s.json#2"), ("c", "s.json#3"))
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_offered"),
+    [("hf", "ours", True), ("ours", "hf", True), ("ours", "ours", False), ("hf", "hf", False)],
+)
+def test_scoring_a_model_of_the_harness_here_is_offered_beside_one_of_ours(tmp_path, first, second, is_offered):
+    """Windows and tokens are then the same; two results of the harness, or two of ours, need something else."""
+    for n, make in enumerate((first, second)):
+        if make == "hf":
+            hf(tmp_path, docs=DOCS, model=f"org/{n}", max_length=8)
+        else:
+            ours(tmp_path, docs=DOCS, duel={"row_capacity": 9 + n})
+    offered = match._twin(*read.runs([tmp_path]))
+    assert bool(offered) == is_offered == ("estimator=ar" in offered)
