@@ -192,7 +192,29 @@ def test_lm_evals_own_command_prints_one_line(command, shown, monkeypatch, capsy
 # ---------------------------------------------------------------- whatever is named
 
 
-VALUES = ("1", "-1", "+3", "1.5", "1e3", "inf", "True", "none", "'12'", "a", "", "1_000", "++3", "½", "a b", " 5 ")
+VALUES = (
+    "1",
+    "-1",
+    "+3",
+    "1.5",
+    "1e3",
+    "inf",
+    "True",
+    "none",
+    "'12'",
+    "a",
+    "",
+    "1_000",
+    "++3",
+    "½",
+    "a b",
+    " 5 ",
+    "'a",
+    "a'",
+    "'",
+    '"b"',
+    "'c\"",
+)
 
 
 MODEL = ("NAME", "model_args", "device", "batch_size")

@@ -119,6 +119,7 @@ class Example(Parser):
             counts=Flag(COUNT, (1, 2), "counts", many=True),
             truth=Flag(TRUTH, False, "a truth"),
             text=Flag(TEXT, None, "a text", unset="what is there"),
+            formats=Flag(TEXT, ("png",), "formats", many=True, unset="one"),
             needed=Flag(TEXT, MISSING, "a text that must be given"),
         )  # fmt: skip
 
@@ -130,6 +131,7 @@ def values(*words):
 def test_flags_have_their_values():
     assert values() == {
         **{"name": None, "model_args": {}, "json": None, "count": 3, "counts": [1, 2], "truth": False},
+        "formats": ["png"],
         **{"text": None, "needed": "x"},
     }
     found = values("demo-mdm", "--count", "7", "--counts", "5", "6", "--truth", "--text", "t", "--json")
@@ -174,6 +176,7 @@ def test_help_has_every_flag_with_its_default():
         "counts ((1, 2))",
         "a truth --",
         "a text (what is there)",
+        "formats (one)",
         "a text that must be given --",
         "[NAME]",
         "[--json [FILE]]",
@@ -193,6 +196,7 @@ def test_widths_of_figures():
 
 def test_files_and_folders_to_write(tmp_path):
     (tmp_path / "file").write_text("x")
+    (tmp_path / "file").chmod(0o755)
     (tmp_path / "folder").mkdir()
     new = tmp_path / "a" / "b" / "c"
     for kind, name, taken in (
