@@ -1,0 +1,134 @@
+"""`score --compare`: which model args another model has from the first, one arg at a time."""
+
+import pytest
+
+from lm_eval_duel.cli.models import OtherModel, other_model
+from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.options import MODEL_ARGUMENTS
+from lm_eval_duel.rules import presets
+
+OF_ONE_CHECKPOINT = {  # model args that describe a checkpoint: another one may differ
+    "tokenizer": "x",
+    "revision": "main",
+    "family": "llada",
+    "peft": "adapter",
+    "backend": "hf",
+    "trust_remote_code": True,
+    "mask_token_id": 3,
+    "exclude_ids": "7",
+    "attention": "bidirectional",
+    "shift_logits": 1,
+    "sigma": 0.5,
+    "first_token": "block",
+    "last_block": "cut",
+}
+OF_ANY = {  # that a run chooses, whatever it is of
+    "rule": "margin",
+    "block": 4,
+    "grid": "row",
+    "cache": "dual",
+    "windows": "harness",
+    "max_length": 9,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "dtype": "float64",
+    "draw_seed": 3,
+    "batch_size": 5,
+    "device": "cpu",
+    "order": "longest",
+    "bos": "none",
+    "verify": 2,
+    "cfg_scale": 0.5,
+    "compile": True,
+    "max_batch_size": 2,
+    "load_in_8bit": True,
+    "load_in_4bit": True,
+    "device_map": "auto",
+}
+
+
+def accepted(monkeypatch):
+    """Take any combination of model args: those of one at a time need others."""
+    monkeypatch.setattr("lm_eval_duel.cli.models.Options.parse", lambda args: None)
+
+
+@pytest.mark.parametrize("key", OF_ONE_CHECKPOINT)
+def test_what_describes_a_checkpoint_is_asked_for_again(key, monkeypatch):
+    """For another checkpoint; the same one, named or not, has it; what the model sets itself is not asked for."""
+    accepted(monkeypatch)
+    value = OF_ONE_CHECKPOINT[key]
+    first = {"pretrained": "first", key: value, "block": 4}
+    with pytest.raises(DuelError, match=f"{key}={value} of --model_args describes .*{key}=none"):
+        other_model("demo-bd", first)
+    for text in ("rule=margin", "first,rule=margin", "pretrained=first"):
+        assert other_model(text, first).args[key] == value and other_model(text, first).args["pretrained"] == "first"
+    own = other_model(f"demo-bd,{key}=none", first)
+    assert own.args == {"pretrained": "demo-bd", key: None, "block": 4} and own.inherited == ("block",)
+
+
+@pytest.mark.parametrize("key", OF_ANY)
+def test_what_a_run_chooses_is_inherited(key, monkeypatch):
+    accepted(monkeypatch)
+    first = {"pretrained": "first", key: OF_ANY[key]}
+    other = other_model("demo-bd", first)
+    assert other.args == {"pretrained": "demo-bd", key: OF_ANY[key]} and other.ignored == () and other.note == ""
+    own = other_model(f"demo-bd,{key}=none", first)
+    assert own.args == {"pretrained": "demo-bd", key: None} and own.inherited == ()
+
+
+def test_every_model_arg_is_of_a_checkpoint_or_of_a_run():
+    """A new one has to be decided upon."""
+    rest = {"preset", "estimator", "pretrained", "trace"}  # stand for others, name the model, or are of one model
+    assert set(MODEL_ARGUMENTS) == rest | set(OF_ONE_CHECKPOINT) | set(OF_ANY)
+
+
+@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if "rule" in preset.arguments])
+def test_a_preset_replaces_what_it_stands_for(name, monkeypatch):
+    """Rule, parameters, block, grid and cache of the first go, also those that the preset does not name."""
+    accepted(monkeypatch)
+    first = {"pretrained": "first", "rule": "threshold", "mu": 0.5, "k": 2, "block": 7, "grid": "row", "cache": "dual"}
+    other = other_model(f"preset={name}", {**first, "temperature": 0.5})
+    assert other.args == {"pretrained": "first", "preset": name, "temperature": 0.5} and other.ignored == ()
+
+
+@pytest.mark.parametrize("estimator", registry.ESTIMATORS)
+def test_arguments_of_the_first_estimator_go_with_it(estimator, monkeypatch):
+    """What another estimator has, too, is inherited; the others are ignored, and named."""
+    accepted(monkeypatch)
+    entry = registry.find(estimator)
+    for name, first_entry in registry.ESTIMATORS.items():
+        given = dict.fromkeys(first_entry.arguments, 1)
+        other = other_model(f"estimator={estimator}", {"pretrained": "first", "estimator": name, **given})
+        shared = [key for key in given if key in entry.arguments]
+        assert [key for key in other.inherited if key not in ("pretrained", "estimator")] == shared
+        assert set(other.ignored) == set(given) - set(shared), (name, estimator)
+        assert (f"estimator={estimator} ignores" in other.note) == bool(other.ignored)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("'block' is trained on 4", ["block=7"]),
+        ("block=7 and grid=row do not go together", ["block=7", "grid=row"]),
+        ("unblocked; the grids", []),
+        ("k=2 of the rule", ["k=2"]),
+    ],
+)
+def test_an_error_names_the_inherited_args_that_it_is_about(message, named):
+    other = OtherModel(
+        "demo-bd,cache=dual", {"block": 7, "grid": "row", "k": 2, "cache": "dual"}, ("block", "grid", "k")
+    )
+    with pytest.raises(UsageError) as raised, other.naming_conflicts():
+        raise UsageError(message)
+    begins = f"--compare demo-bd,cache=dual: {message}"
+    keys = " and ".join(each.partition("=")[0] for each in named)
+    assert str(raised.value).startswith(begins)
+    if named:
+        assert f"has {', '.join(named)} from --model_args" in str(raised.value)
+        assert str(raised.value).endswith(f"set {keys} here, too.")
+    else:
+        assert str(raised.value) == begins
+    with pytest.raises(UsageError, match=f"^{message}$"), OtherModel("", {}).naming_conflicts():
+        raise UsageError(message)
