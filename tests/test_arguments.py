@@ -6,9 +6,12 @@ import math
 import pytest
 
 from lm_eval_duel import arguments
+from lm_eval_duel import options as options_module
 from lm_eval_duel.arguments import Argument, Arguments, argument, choice, either, whole
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options
+from lm_eval_duel.rules import presets
 
 REFUSED = object()
 ENDS = [  # a kind, a value, and what it is read as
@@ -176,3 +179,25 @@ def test_an_arg_with_a_flag_of_its_own_is_refused_among_the_others(key, value):
     with pytest.raises(DuelError, match=f"--{key}"):
         with_flags({"block": 4, key: value}, device="cuda", batch_size="auto")
     assert with_flags({"block": 4}, device=None, batch_size=3) == {"block": 4, "device": None, "batch_size": 3}
+
+
+@pytest.mark.parametrize("estimator", registry.ESTIMATORS)
+def test_an_argument_that_estimators_share_is_that_of_the_one_given(estimator):
+    """Its default and its kind are as that estimator declares them."""
+    declared = registry.find(estimator).arguments
+    readable = options_module._estimator_arguments({"estimator": estimator})
+    assert {key: readable[key] for key in declared} == declared
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_what_a_preset_lets_change_is_as_given(name):
+    """And everything else is the preset's."""
+    preset = presets.find(name)
+    for key in preset.free:
+        if not isinstance(preset.arguments.get(key), int) or isinstance(preset.arguments[key], bool):
+            continue
+        changed = Options.parse({"preset": name, key: 2 * preset.arguments[key]})
+        written_out = Options.parse({**preset.arguments, key: 2 * preset.arguments[key]})
+        assert dataclasses.replace(changed, preset=None) == written_out
+        assert written_out != Options.parse(preset.arguments)
+    assert dataclasses.replace(Options.parse({"preset": name}), preset=None) == Options.parse(preset.arguments)

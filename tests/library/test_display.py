@@ -42,7 +42,7 @@ LAST = len(SURE_TO_SURPRISED) - 1
 BIN = MOST_NATS / LAST
 COLOURS = {  # nats, and the number of the colour: the nearest of eight from 0 to 8 nats, the ends included
     0.0: 0,
-    -0.5: 0,  # a probability above 1, by float noise
+    -2.0: 0,  # a probability above 1, by float noise
     0.49 * BIN: 0,
     0.51 * BIN: 1,
     1.49 * BIN: 1,
