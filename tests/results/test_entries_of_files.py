@@ -373,3 +373,20 @@ def test_scoring_a_model_of_the_harness_here_is_offered_beside_one_of_ours(tmp_p
             ours(tmp_path, docs=DOCS, duel={"row_capacity": 9 + n})
     offered = match._twin(*read.runs([tmp_path]))
     assert bool(offered) == is_offered == ("estimator=ar" in offered)
+
+
+def test_a_group_apart_says_how_it_differs_from_the_first_table(tmp_path):
+    """The third differs from the second in its documents, too, but that is not the table that it is beside."""
+    ours(tmp_path, docs=DOCS)
+    ours(tmp_path, docs={"sotu": documents([-60, -150], [20, 40])})
+    ours(tmp_path, docs=DOCS, duel={"row_capacity": 9})
+    groups = match.groups("sotu", "token_perplexity", read.runs([tmp_path]))
+    reasons = [reason.partition(":")[0] for _, reason in groups]
+    assert reasons == ["", "documents", "windows"]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_noise_seed_is_of_values_given_that_noise(is_exact):
+    """An estimate or a bound over noise has draws of its own."""
+    row = SimpleNamespace(run=SimpleNamespace(spec={"noise_seed": "3"}), score=SimpleNamespace(is_exact=is_exact))
+    assert rows.Row.noise_seed.fget(row) == ("3" if is_exact else None)
