@@ -201,3 +201,39 @@ def test_what_a_preset_lets_change_is_as_given(name):
         assert dataclasses.replace(changed, preset=None) == written_out
         assert written_out != Options.parse(preset.arguments)
     assert dataclasses.replace(Options.parse({"preset": name}), preset=None) == Options.parse(preset.arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Fields of a user's own rule: a name, a type and a default."""
+
+    count: int = 3
+    bound: "float | None" = 0.5
+    flag: bool = True
+    words: str = "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("count", "7", 7),
+        ("count", "none", 3),
+        ("count", "0", 0),
+        ("count", "1.5", REFUSED),
+        ("bound", "none", None),
+        ("bound", "0", 0.0),
+        ("bound", "x", REFUSED),
+        ("flag", "false", False),
+        ("flag", "none", True),
+        ("words", "none", "none"),
+        ("words", "", ""),
+    ],
+)
+def test_a_type_says_what_a_field_takes(name, value, expected):
+    declared = arguments.declared(Plain)
+    if expected is REFUSED:
+        with pytest.raises(DuelError, match=name):
+            declared[name].read(name, value)
+    else:
+        found = declared[name].read(name, value)
+        assert found == expected and type(found) is type(expected)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH
+from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH, whole
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser, errors_as_exit_codes
@@ -117,6 +117,7 @@ class Example(Parser):
             *("NAME", "model_args", "json"),
             count=Flag(COUNT, 3, "a count of 5 %", shows="N"),
             counts=Flag(COUNT, (1, 2), "counts", many=True),
+            zero=Flag(whole(0), 0, "none at all"),
             truth=Flag(TRUTH, False, "a truth"),
             text=Flag(TEXT, None, "a text", unset="what is there"),
             formats=Flag(TEXT, ("png",), "formats", many=True, unset="one"),
@@ -132,6 +133,7 @@ def test_flags_have_their_values():
     assert values() == {
         **{"name": None, "model_args": {}, "json": None, "count": 3, "counts": [1, 2], "truth": False},
         "formats": ["png"],
+        "zero": 0,
         **{"text": None, "needed": "x"},
     }
     found = values("demo-mdm", "--count", "7", "--counts", "5", "6", "--truth", "--text", "t", "--json")
@@ -140,7 +142,7 @@ def test_flags_have_their_values():
     assert values("--json", "a.json")["json"] == "a.json"
     assert values("--tex=a=b")["text"] == "a=b" and values("--trut")["truth"] is True
     assert values("--model-args", "block=4")["model_args"] == {"block": 4}
-    assert values("--", "demo-bd")["name"] == "demo-bd"
+    assert values("--", "--odd")["name"] == "--odd"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,7 @@ def test_flags_have_their_values():
         (["--contu", "4"], "Did you mean --count"),
         (["--count", "0"], "'--count'"),
         (["--counts", "1", "0"], "'--counts'"),
+        (["--counts"], "--counts"),
         (["--count="], "'--count'"),
         (["--count=--"], "--count"),
         (["a", "b"], "b"),
@@ -177,6 +180,7 @@ def test_help_has_every_flag_with_its_default():
         "a truth --",
         "a text (what is there)",
         "formats (one)",
+        "none at all (0)",
         "a text that must be given --",
         "[NAME]",
         "[--json [FILE]]",
