@@ -120,6 +120,8 @@ def test_every_rule_of_the_figure_of_speeds_lies_inside_of_its_axes(report):
         assert line.get_ydata()[0] == pytest.approx(row.value)
         assert f", {columns.value(row).removeprefix('≤ ')}" in line.get_label()
         assert (start == "oracle") == ("not a likelihood" in line.get_label())
+        if start == "oracle":  # which has no steps: it stands at one for each token
+            assert list(line.get_xdata()) == [1.0]
     assert (speeds.elbo.estimator, speeds.elbo.eps, speeds.oracle.estimator) == ("elbo", 0.0, "oracle") and speeds.ar.ar
     assert ("log" in axes.get_ylabel()) == (axes.get_yscale() == "log")
     [legend] = axes.figure.legends
