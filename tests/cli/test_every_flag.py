@@ -174,6 +174,15 @@ def test_a_page_has_its_heading_and_its_tokenizer_and_no_page_has_none(traced_pl
         report.parse([*words, "--apart", "--as_published"])
 
 
+def test_every_trace_that_is_named_is_taken(traced_place):
+    """Of files and of folders, in the order of the command line."""
+    (traced_place / "more").mkdir()
+    content = (traced_place / "t.jsonl").read_text()
+    (traced_place / "more" / "u.jsonl").write_text(content)
+    found = report.parse(["results", "--out", "out", "--traces", "more", "t.jsonl"]).traces
+    assert [str(path).rpartition("/")[2] for path in found] == ["u.jsonl", "t.jsonl"]
+
+
 def test_what_cannot_be_read_is_found_before_anything_is_written(traced_place):
     (traced_place / "none.jsonl").write_text("{}\n")
     for flags in (["--ar", "nowhere"], ["--traces", "none.jsonl"], ["--published", "nowhere.csv"]):
@@ -316,6 +325,14 @@ def test_every_setting_of_generate_reaches_the_draws_and_the_lines(flags, place,
         assert named == {**NO_METHOD, **method} and line["log_prob"] is None and line["window"] == {"target": [5]}
     assert duel.name == {**NO_METHOD, **method}["pretrained"] and "pretrained" not in duel.model
     assert duel.model["batch_size"] == (3 if flags == "--batch_size 3" else None)
+
+
+def test_a_sampler_without_a_rule_has_none(place, monkeypatch):
+    duel = Drawing()
+    duel.rule = None
+    monkeypatch.setattr(lm_eval_duel, "Duel", duel)
+    generate.main(["--out", "out.jsonl"])
+    assert json.loads((place / "out.jsonl").read_text())["rule"] is None
 
 
 def test_a_flag_and_a_model_arg_of_one_name_are_refused(place):
