@@ -344,6 +344,17 @@ def test_the_newest_of_two_baselines_is_the_one_of_the_gaps(tmp_path):
         assert sum("ANOTHER value" in note for note in found["notes"]) == 2
 
 
+@pytest.mark.parametrize("dates", [(5.0, 7.0), (7.0, 5.0)])
+def test_of_the_baselines_of_several_tasks_the_newest_with_a_task_is_its_own(tmp_path, dates):
+    """One has two tasks and the other has one of them: both are baselines if the first is older."""
+    for date, tasks in zip(dates, (("t", "u"), ("t",)), strict=True):
+        put(hf(tmp_path / "results", {task: {"token_perplexity": 10.0 + date} for task in tasks}), "date", date)
+    ours(tmp_path / "results", {task: {"token_perplexity": 30.0} for task in ("t", "u")})
+    found = run(tmp_path, "--as_published")["tasks"]
+    gaps = {task: [row["gap"] for row in found[task]["rows"] if row["model"] == "MDLM"] for task in found}
+    assert gaps == {"t": [pytest.approx(13.0)], "u": [pytest.approx(20.0 - dates[0])]}
+
+
 def test_a_file_of_score_has_all_the_models_that_it_compares(tmp_path):
     from lm_eval_duel.results.read import SCORE, SCORE_VERSION
 
