@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -139,21 +140,34 @@ def _add_imported(file: str | None, files: set[str]) -> None:
         return
     files.add(file)
     with open(file, encoding="utf-8", errors="replace") as source:
-        try:
-            tree = ast.parse(source.read())
-        except SyntaxError:  # not what runs: it could not have been imported
-            return
+        imports = _imports_of(source.read())
+    for level, module in imports:
+        if level:
+            folder = os.path.join(os.path.dirname(file), *[os.pardir] * (level - 1))
+            _add_imported(os.path.join(folder, *module.split(".")) + ".py", files)
+        else:
+            _add_imported(_own_file(module), files)
+
+
+@functools.lru_cache(maxsize=64)  # by the text itself, so that a file that changes is read anew
+def _imports_of(source: str) -> tuple[tuple[int, str], ...]:
+    """(level, module) of each module that a Python text may import; level 0 is an absolute import."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # not what runs: it could not have been imported
+        return ()
+    imports: list[tuple[int, str]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = os.path.join(os.path.dirname(file), *[os.pardir] * (node.level - 1))
-            for name in [node.module] if node.module else [alias.name for alias in node.names]:
-                _add_imported(os.path.join(folder, *name.split(".")) + ".py", files)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
-            for name in names:
-                _add_imported(_own_file(name), files)
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Import):
+            imports += [(0, name) for name in names]
+        elif node.level:
+            imports += [(node.level, name) for name in ([node.module] if node.module else names)]
+        else:  # the names may be modules of a package
+            imports += [(0, name) for name in (str(node.module), *(f"{node.module}.{name}" for name in names))]
+    return tuple(imports)
 
 
 def _own_file(module: str) -> str | None:

@@ -48,7 +48,8 @@ class Rows:
             end = start + len(window.target)
             ids[n, :end] = torch.tensor(window.context + window.target, dtype=torch.int64)
             visible[n, :start] = True
-            visible[n, [start + index for index in window.known]] = True
+            if window.known:
+                visible[n, [start + index for index in window.known]] = True
             if window.suffix:
                 suffix = slice(window.length - len(window.suffix), window.length)
                 ids[n, suffix] = torch.tensor(window.suffix)
@@ -108,7 +109,7 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.row)
 
-    @property
+    @cached_property  # several parts of a step ask for it
     def columns(self) -> torch.Tensor:
         """The row's column of each position, (R, W)."""
         return self.start[:, None] + torch.arange(self.masked.shape[1], device=self.start.device)
