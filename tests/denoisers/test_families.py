@@ -119,11 +119,15 @@ PARTLY_LIKE = {  # others here: one window of each is compared in a plain run, a
     *("smdm", "llada-moe", "coda", "a2d-qwen2", "a2d-llama", "a2d-qwen3-bd3lm", "open-dllm", "sdar-moe", "llada2.2"),
     *("plain bidirectional", "plain block_causal", "sedd-retrained", "convbert", "bigbird", "fnet"),
     *("own llada", "own sdar", "own rnd1", "qwen2", "gemma2", "mixtral", "mamba"),
-    *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2", "fast-dllm-v2", "esm-2", "bert"),
+    *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2", "fast-dllm-v2", "esm-2", "bert", "diffugpt"),
 }
-FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]]
+ONE_WINDOW = [  # of each, too: the same network with other options is compared at all windows
+    *((name, {}) for name in ("dream", "sdar", "d2f-llada", "mdlm", "sedd", "gidd", "modernbert")),
+    *((NEMOTRON, options) for options in ({"first_token": "block"}, {"attention": "causal"})),
+]
+FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]] + ONE_WINDOW
 CUT_LIKE = ("fast-dllm-v2", "bd3lm")  # a cut last block is compared under other block-causal networks
-SLOW = []
+SLOW = [*ONE_WINDOW]
 for name, options in ENDS:
     is_like = name in ALIKE | PARTLY_LIKE or ("last_block" in options and name in CUT_LIKE)
     if is_like or ("cache" in options and (name, options["cache"]) not in QUICK):

@@ -129,6 +129,8 @@ SUBJECTS = {
 EACH = [(name, rule) for n, name in enumerate(SUBJECTS) for rule in RULES[n % 2 :: 2]]
 FAST = [EACH[2 * n + n // 2 % 2] for n in range(len(SUBJECTS))]
 LIKE_OTHERS = ("shifted, prefix", "guided", "excluding, dual", "excluding, guided")
+BY_SUMS = (*LIKE_OTHERS, "guided less", "causal prefix, cut", "excluding, block-causal", "excluding, top two")
+SUMMED = [case for case in FAST if case[0] in BY_SUMS]  # the textbook loop is compared under the others
 COMPARED = [(name, rule) for name, rule in EACH if SUBJECTS[name].logits]
 
 
@@ -169,7 +171,7 @@ def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
                 check(scored, expected, close)
 
 
-@pytest.mark.parametrize(("name", "rule"), slow_but(EACH, FAST))
+@pytest.mark.parametrize(("name", "rule"), slow_but(EACH, SUMMED))
 def test_sums_to_one_and_samples_are_scored_as_drawn(name, rule):
     subject = SUBJECTS[name]
     network = subject.network

@@ -6,6 +6,7 @@ import math
 import dit_reference
 import pytest
 import torch
+from laws import slow_but
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel.core.windows import Window
@@ -54,7 +55,7 @@ def close(network):
     return 1e-6 if network == "rotary" else 1e-9
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_but(NETWORKS, ("nearly flat", "rotary", "block-causal")))
 def test_lattice_reads_off_every_state_only_rule(network):
     toy = NETWORKS[network]()
     block = 4 if network == "block-causal" else 2
