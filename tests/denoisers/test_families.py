@@ -122,7 +122,7 @@ PARTLY_LIKE = {  # others here: one window of each is compared in a plain run, a
     *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2", "fast-dllm-v2", "esm-2", "bert", "diffugpt"),
 }
 ONE_WINDOW = [  # of each, too: the same network with other options is compared at all windows
-    *((name, {}) for name in ("dream", "sdar", "d2f-llada", "mdlm", "sedd", "gidd", "modernbert")),
+    *((name, {}) for name in ("dream", "sdar", "d2f-llada", "mdlm", "sedd", "gidd")),
     *((NEMOTRON, options) for options in ({"first_token": "block"}, {"attention": "causal"})),
 ]
 FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]] + ONE_WINDOW
