@@ -14,6 +14,7 @@ from lm_eval_duel.estimators.totals import Total
 VALUES = [
     Value(-3.0),
     Value(-3.0, 0.5, Kind.ESTIMATE),
+    Value(-3.0, 0.0, Kind.ESTIMATE),  # every block was in the sample
     Value(-3.0, None, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps"),
     Value(-math.inf),
     Value.from_seeds((-3.0, -5.0)),

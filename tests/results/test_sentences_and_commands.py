@@ -151,6 +151,7 @@ SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed
         ({"config.limit": 0.25}, {"--limit": "0.25"}),
         *(({"config." + key: 7}, {"--seed": ",".join(map(str, (SEEDS | {key: 7}).values()))}) for key in SEEDS),
         *(({"config." + key: value}, {"--seed": None}) for key, value in SEEDS.items()),
+        ({f"config.{key}": 0 for key in SEEDS}, {"--seed": "0,0,0,0"}),
         ({"n-shot": {"a": 5, "b": 5}}, {"--num_fewshot": "5"}),
         ({"n-shot": {"a": 5, "b": 0}}, {"--num_fewshot": None}),
         ({"n-shot": {"a": 5, "b": 3}}, {"--num_fewshot": None}),
