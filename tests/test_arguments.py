@@ -53,7 +53,7 @@ ENDS = [  # a kind, a value, and what it is read as
 ]
 
 
-@pytest.mark.parametrize(("kind", "value", "expected"), ENDS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("kind", "value", "expected"), ENDS)
 def test_the_ends_of_a_kind(kind, value, expected):
     if expected is REFUSED:
         with pytest.raises(DuelError, match=r"x'? of y"):
