@@ -344,7 +344,9 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "ar": Flag(PATH, None, "results of the autoregressive baseline", unset="the only one found", shows="RESULT"),
     "traces": Flag(PATH, None, "traces, or folders of them, that results do not name", many=True, shows="FILE"),
     "out": Flag(FOLDER, MISSING, "the folder to write to", shows="DIR"),
-    "figures": Flag(choice(*FIGURES), ("png",), "png, svg and pdf", unset="png", many=True, shows="FORMAT"),
+    "figures": Flag(
+        choice(*FIGURES), ("png",), "png, svg and pdf, or none", none=(), unset="png", many=True, shows="FORMAT"
+    ),
     "width": Flag(INCHES, None, "width of every figure, for example 5.5 for a column of text", shows="INCHES"),
     "json": Flag(
         FILE, None, "write the figures to FILE as JSON; without FILE, print them instead", alone=STDOUT, shows="FILE"
@@ -455,12 +457,21 @@ def _read(name: str, flag: Flag, written: Any) -> Any:
     """The value of a flag as its type, or its default. `written`: what argparse found."""
     shown = name if name.isupper() else f"--{name}"
     if flag.many:
-        if written:
-            return [flag.kind(shown, each) for each in written]
-        return list(flag.default or ())
+        return _read_several(shown, flag, written or [])
     if flag.kind is TRUTH:
         return written
     return flag.default if written is None else flag.read(shown, written)
+
+
+def _read_several(shown: str, flag: Flag, written: Sequence[str]) -> list[Any]:
+    """The values of a flag that takes several. `none` stands alone, for no value, as for other flags."""
+    values = [flag.kind(shown, each) for each in written]
+    if values == [None]:
+        none = flag.default if flag.none is ... else flag.none
+        return list(none or ())
+    if None in values:
+        raise DuelError(f"'{shown}' takes none or other values, not both; got {' '.join(written)}. Leave one out.")
+    return values or list(flag.default or ())
 
 
 def be_quiet() -> None:

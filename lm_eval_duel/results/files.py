@@ -365,14 +365,21 @@ def _flags(run: Run) -> dict[str, Any]:
     """The flags of a run; those at their defaults are empty."""
     config = run.content["config"]
     arguments = config.get("model_args") or {}
-    limit = config.get("limit")
     return {
         "--model_args": arguments if isinstance(arguments, str) else _joined(arguments),
         "--tasks": ",".join(sorted(run.every_task)),
         "--num_fewshot": _num_fewshot(run),
-        "--limit": "" if limit is None else f"{float(limit):g}",
+        "--limit": _limit(config.get("limit")),
         "--seed": _seed(config),
     }
+
+
+def _limit(limit: Any) -> str:
+    """The documents of a run, or their share if it is below 1, with all digits; empty for all of them."""
+    if limit is None:
+        return ""
+    documents = float(limit)
+    return str(int(documents)) if documents.is_integer() else str(documents)
 
 
 def _num_fewshot(run: Run) -> Any:

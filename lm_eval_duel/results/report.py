@@ -127,7 +127,7 @@ def collect(options: argparse.Namespace) -> Report:
     tasks, apart = _compare_tasks(options, shown, baselines)
     notes += apart
 
-    if not figures.available():
+    if options.figures and not figures.available():
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []
     if options.page:
@@ -344,10 +344,10 @@ def write(
 ) -> list[str]:
     """Write the report's files and return their names. Files of an earlier report are removed.
 
-    `formats` and `width` (in inches) are for the figures; `others`: more files. Raises DuelError, and leaves the folder
-    unchanged, if a file there does not belong to an earlier report.
+    `formats` (none for no figures) and `width` (in inches) are for the figures; `others`: more files. Raises DuelError,
+    and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
-    images = figures.draw(report.tasks, formats, width) if figures.available() else []
+    images = figures.draw(report.tasks, formats, width) if formats and figures.available() else []
     written: dict[str, str | bytes] = {
         "report.md": markdown(report, images),
         "report.csv": files.csv_of(report.standings),

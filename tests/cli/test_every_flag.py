@@ -196,6 +196,7 @@ def test_what_cannot_be_read_is_found_before_anything_is_written(traced_place):
     [
         ([], ("png",), None),
         (["--figures", "svg", "pdf"], ("svg", "pdf"), None),
+        (["--figures", "none"], (), None),
         (["--width", "5.5"], ("png",), 5.5),
     ],
 )
@@ -207,6 +208,16 @@ def test_figures_have_their_formats_and_their_width(flags, formats, width, place
     report.main(["results", "--out", "out", *flags])
     [(made, out, given_formats, given_width, others)] = asked
     assert (made, out, tuple(given_formats), given_width, others) == ("a report", "out", formats, width, {})
+
+
+def test_none_of_several_values_stands_alone(place):
+    """It means no figures, and for other flags of several values the default."""
+    words = ["results", "--out", "out"]
+    assert report.parse([*words, "--figures", "none"]).figures == []
+    assert score.parse(["a.txt", "--compare", "none"]).compare == []
+    for several in (["none", "svg"], ["svg", "none"]):
+        with pytest.raises(UsageError, match="--figures"):
+            report.parse([*words, "--figures", *several])
 
 
 # ---------------------------------------------------------------- score

@@ -77,6 +77,14 @@ def test_without_matplotlib_there_are_none(monkeypatch):
     assert not AVAILABLE()
 
 
+def test_a_report_without_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: True)
+    found = made(tmp_path, "--figures", "none", rules=["greedy:k=1"])
+    assert found["files"]
+    for name in found["files"]:
+        assert name.endswith((".json", ".md", ".csv", ".tex"))
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "logarithmic"),
     [
