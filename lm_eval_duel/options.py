@@ -115,13 +115,19 @@ class Options(NetworkArguments):
     batch_size: int | str = argument(
         ArgumentType("a number of rows, at least 1, or auto", _batch_size),
         "auto",
-        "[rows of `max_length`](#batch-size) in a network call",
+        "[rows of `max_length`](#batch-size) in a network call. On the command line: `--batch_size`",
         identity=False,
     )
     max_batch_size: int | None = argument(
         COUNT, None, "at most this many rows of `max_length` in a call (more of shorter ones)", identity=False
     )
-    device: str | None = argument(TEXT, None, "`cpu`, `cuda`, `cuda:1`", unset="a GPU if there is one", identity=False)
+    device: str | None = argument(
+        TEXT,
+        None,
+        "`cpu`, `cuda`, `cuda:1`. On the command line: `--device`",
+        unset="a GPU if there is one",
+        identity=False,
+    )
 
     def __post_init__(self) -> None:
         if self.estimator_args is None:
@@ -227,6 +233,18 @@ def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
         if key in model_args:
             raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
     return {**model_args, **flags}
+
+
+def with_lm_evals_flags(model_args: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The model args, with the flags of lm-eval's command that are given, which are not None.
+
+    Raises UsageError for an arg that is also such a flag. --batch_size always is: lm-eval's default is 1.
+    """
+    given = {}
+    for key, value in flags.items():
+        if value is not None:
+            given[key] = value
+    return with_flags(model_args, **given)
 
 
 def _check_cache(options: Options, given: Any) -> None:

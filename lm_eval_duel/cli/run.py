@@ -22,7 +22,7 @@ from lm_eval_duel.console.command_line import FLAGS, be_quiet
 from lm_eval_duel.errors import UsageError, documentation, nearest, require_known, usage
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.autoload import register
-from lm_eval_duel.options import Options, with_flags
+from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.tasks import named, task_files, task_folder
 
 if TYPE_CHECKING:
@@ -234,11 +234,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
         return names
-    flags = {}
-    for key in ("batch_size", "max_batch_size", "device"):
-        if getattr(config, key) is not None:
-            flags[key] = getattr(config, key)
-    given = with_flags(config.model_args, **flags)
+    flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
+    given = with_lm_evals_flags(config.model_args, flags)
     if getattr(args, "trust_remote_code", False):
         given["trust_remote_code"] = True
     Options.parse(given)

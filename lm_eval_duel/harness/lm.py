@@ -19,7 +19,7 @@ from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.generation import generate, generation_spec
 from lm_eval_duel.harness.scoring import Evaluation, TextLogLikelihood
 from lm_eval_duel.harness.store import RULE_CODE, ResponseCache, followed_rules
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.runs import SCHEMA
 from lm_eval_duel.text.loading import load_scorer
@@ -84,9 +84,17 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     @unchained()
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DuelMDM:
         """The model of `key=value,...`; raises DuelError for a key with two values, of which lm-eval takes the last."""
-        key_values(arg_string)
-        model: DuelMDM = super().create_from_arg_string(arg_string, additional_config)
-        return model
+        return cls.create_from_arg_obj(key_values(arg_string), additional_config)
+
+    @classmethod
+    @unchained()
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> DuelMDM:
+        """The model of a dict. `additional_config`: --batch_size, --max_batch_size and --device, None if not given.
+
+        Raises UsageError for an argument of both.
+        """
+        patches.in_lm_evals_command()  # first: it decides how an error of the next line is printed
+        return cls(**with_lm_evals_flags(arg_dict, additional_config or {}))
 
     # ------------------------------------------------------------ requests
 

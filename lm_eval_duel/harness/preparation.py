@@ -24,7 +24,7 @@ from lm_eval_duel.errors import DuelError, UsageError, first_line, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.store import require_same_args
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.text.loading import require_loadable
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     model_args = config.model_args or {}
     if isinstance(model_args, str):
         model_args = key_values(model_args)
-    options = Options.parse({**model_args, "device": config.device})
+    flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
+    options = Options.parse(with_lm_evals_flags(model_args, flags))
     options = require_loadable(options)
     if config.use_cache is not None:
         cache = Path(config.use_cache)

@@ -248,6 +248,19 @@ def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypat
         DuelMDM.create_from_arg_string("pretrained=demo-bd,block=8,block=16")
 
 
+@pytest.mark.parametrize("key", ["batch_size", "max_batch_size", "device"])
+def test_a_model_arg_that_is_also_a_flag_of_lm_eval_is_a_usage_error(key):
+    values = {"batch_size": 2, "max_batch_size": 2, "device": "cpu"}
+    flags = {**dict.fromkeys(values), key: values[key]}
+    with pytest.raises(UsageError, match=f"--{key}"):
+        DuelMDM.create_from_arg_string(f"pretrained=demo-bd,{key}={values[key]}", flags)
+    with pytest.raises(UsageError, match=f"--{key}"):
+        DuelMDM.create_from_arg_obj({"pretrained": "demo-bd", key: values[key]}, flags)
+    # in one place alone it is taken
+    model = DuelMDM.create_from_arg_obj({"pretrained": "demo-bd", key: values[key]}, dict.fromkeys(values))
+    assert getattr(model.options, key) == values[key]
+
+
 @pytest.mark.parametrize("name", ["run", "inspect", "generate", "audit"])
 def test_model_args_behind_a_name_are_sent_to_their_flag(name):
     with pytest.raises(Exit, match="--model_args") as raised:
