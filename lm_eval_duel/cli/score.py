@@ -75,6 +75,9 @@ def main(arguments: Sequence[str]) -> None:
             log.info("%s", model.note)
         with model.naming_conflicts():
             require_loadable(Options.parse(model.args))
+    note = trace_note(options.models)
+    if note and rank == 0:
+        log.info("%s", note)
     show_documents = options.json != STDOUT and (options.documents or len(options.models) == 1)
     scored: list[ScoredModel] = []
     try:
@@ -328,7 +331,9 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
         raise DuelError("The texts are empty, so there is nothing to compare.")
     runs = []
     for n, model in enumerate(scored, 1):
-        runs.append(read.read_of_score(_place(n, model), model.figures()))
+        run = read.read_of_score(_place(n, model), model.figures())
+        flag = "--trace FILE" if n == 1 else "trace=FILE in its --compare"
+        runs.append(dataclasses.replace(run, trace_advice=f"run with {flag}"))
     runs, notes = traced.Traces([]).attach(read.distinguish(runs))
     baselines, _ = report.baseline(runs)
     same_tokens = all(match.same_tokens(runs[0], run, TASK) for run in runs)
@@ -347,6 +352,24 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     values = columns.values(task).text()
     differences = columns.differences(task).text()
     return task, spaced([values, differences, "\n".join(remarks)])
+
+
+def trace_note(models: Sequence[OtherModel]) -> str:
+    """A sentence on the models that have no trace, if others have one; else empty."""
+    traced_models = []
+    others = []
+    for model in models:
+        name = f"--compare {model.text}" if model.text else "the model of --model_args"
+        if model.args.get("trace"):
+            traced_models.append(name)
+        else:
+            others.append(name)
+    if not (traced_models and others):
+        return ""
+    return (
+        f"Traced: {', '.join(traced_models)}. Not traced: {', '.join(others)} (a trace is of one model: --trace FILE, "
+        "or trace=FILE among the args of a model of --compare)"
+    )
 
 
 def _row_of(run: Run, task: compare.Comparison) -> Row:
@@ -388,7 +411,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ),
         documents=Flag(TRUTH, False, "with --compare: print the lines of single documents, too"),
         csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
-        trace=Flag(PATH, None, "also write a trace, which `report --page` displays", shows="FILE"),
+        trace=Flag(
+            PATH,
+            None,
+            "also write a trace of the model of --model_args, which `report --page` displays; a model of --compare has "
+            "its own, trace=FILE among its args",
+            shows="FILE",
+        ),
     ).parse_args(arguments)
     if options.csv and options.json and Path(options.csv).resolve() == Path(options.json).resolve():
         raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")

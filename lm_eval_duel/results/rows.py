@@ -447,7 +447,7 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
         return {}, row.missing
     nats = row.run.traced.get((row.task, key))
     if nats is None:
-        return {}, Note(f"no trace of {key} per document", "run with trace=FILE, or name it with --traces")
+        return {}, Note(f"no trace of {key} per document", row.run.trace_advice)
     indices = row.run.tasks[row.task].documents.numbers
     values = {}
     for document, (_, units) in row.documents.items():

@@ -177,7 +177,7 @@ class Run:
     """One results file.
 
     `label`: how tables name the model. `trace`: the file of its orders; `traced`: the nats of each document that it
-    holds, by (task, value).
+    holds, by (task, value); `trace_advice`: how a trace that is missing is given to the command that shows the run.
     """
 
     file: Path
@@ -188,6 +188,7 @@ class Run:
     groups: list[str]
     label: str
     trace: Path | None = None
+    trace_advice: str = "run with trace=FILE, or name it with --traces"
     traced: Mapping[tuple[str, str], Mapping[int, float]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -214,6 +214,23 @@ def test_every_value_of_a_lattice_run_with_a_trace_has_an_interval(folder, texts
     assert trace.exists() and "Mixture of orders" in printed and "over windows" not in printed
 
 
+def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):
+    """Where only some have one; what a value lacks for an interval is named by an argument that `score` takes."""
+    words = [texts, "--lines", "--model_args", f"pretrained={folder},block=4"]
+    trace = str(tmp_path / "trace.jsonl")
+    without = score.parse([*words, "--compare", "rule=margin"])
+    assert not score.trace_note(without.models)
+    every = score.parse([*words, "--trace", trace, "--compare", f"rule=margin,trace={trace}2"])
+    assert not score.trace_note(every.models)
+    first = score.parse([*words, "--trace", trace, "--compare", "rule=margin", "rule=random"])
+    traced, _, others = score.trace_note(first.models).partition("Not traced")
+    assert "--model_args" in traced and "rule" not in traced
+    assert "--compare rule=margin" in others and "--compare rule=random" in others
+
+    printed = run(*words, "--trace", trace, "--compare", "estimator=oracle", capsys=capsys)
+    assert "trace=FILE in its --compare" in printed and "--traces" not in printed
+
+
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
     out = tmp_path / "out.json"
     damaged = tmp_path / "damaged"
