@@ -235,16 +235,16 @@ def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
     return {**model_args, **flags}
 
 
-def with_lm_evals_flags(model_args: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The model args, with the flags of lm-eval's command that are given, which are not None.
+def with_lm_evals_flags(model_args: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The model args, with those that are flags of lm-eval's command; None among its settings: not given.
 
-    Raises UsageError for an arg that is also such a flag. --batch_size always is: lm-eval's default is 1.
+    Raises UsageError for an arg that is given as a flag, too. --batch_size always is: lm-eval's default is 1.
     """
-    given = {}
-    for key, value in flags.items():
-        if value is not None:
-            given[key] = value
-    return with_flags(model_args, **given)
+    flags = {}
+    for key in ("batch_size", "max_batch_size", "device"):
+        if settings.get(key) is not None:
+            flags[key] = settings[key]
+    return with_flags(model_args, **flags)
 
 
 def _check_cache(options: Options, given: Any) -> None:

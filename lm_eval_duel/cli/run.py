@@ -234,8 +234,7 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
         return names
-    flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
-    given = with_lm_evals_flags(config.model_args, flags)
+    given = with_lm_evals_flags(config.model_args, dataclasses.asdict(config))
     if getattr(args, "trust_remote_code", False):
         given["trust_remote_code"] = True
     Options.parse(given)

@@ -11,6 +11,7 @@ are loaded first, as soon as lm-eval has found their names:
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,7 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     model_args = config.model_args or {}
     if isinstance(model_args, str):
         model_args = key_values(model_args)
-    flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
-    options = Options.parse(with_lm_evals_flags(model_args, flags))
+    options = Options.parse(with_lm_evals_flags(model_args, dataclasses.asdict(config)))
     options = require_loadable(options)
     if config.use_cache is not None:
         cache = Path(config.use_cache)

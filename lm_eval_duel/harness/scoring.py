@@ -152,6 +152,8 @@ class Evaluation:
         running: RunningEstimate | None = None,
     ) -> Progress:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
+        if self.ranks.world_size > 1:  # only this rank shows a bar
+            title += f" (rank {self.ranks.rank} of {self.ranks.world_size})"
         self.progress = Progress(kind, tokens, remaining, self.counts, title, running, self.hides_bars)
         from_cache = self.progress.finished  # nothing is computed yet
         if self.store is not None:
@@ -192,7 +194,12 @@ class Evaluation:
         estimates = str(progress.running or "")
         if estimates:
             name = self.estimator.name
-            log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
+            log.warning(
+                "Estimate so far (estimator=%s), from this rank's documents before the first unfinished one of the "
+                "random order, as only those are a random sample: %s",
+                name,
+                estimates,
+            )
 
     @property
     def _suspects(self) -> str:

@@ -61,6 +61,24 @@ def test_the_log_says_what_an_interrupted_call_has_saved(model, tmp_path, caplog
     assert said in caplog.text
 
 
+def test_an_interrupted_call_estimates_from_a_random_sample_and_says_so(model, caplog):
+    after_calls(model, 14, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
+    estimate = str(model.evaluation.progress.running)
+    assert estimate
+    [line] = [record.getMessage() for record in caplog.records if estimate in record.getMessage()]
+    assert "before the first unfinished one" in line
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [(1, False), (2, True)])
+def test_the_bar_of_several_ranks_names_its_rank(model, ranks, shown):
+    model.evaluation.ranks = model.ranks._replace(world_size=ranks)
+    progress = model.evaluation.begin("generate_until", [4], [0])
+    assert (f"rank 0 of {ranks}" in progress.bar.desc) == shown
+    progress.bar.close()
+
+
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     """The first is passed on by a launcher as well, within moments; only a later one is meant."""
     now = [100.0]
