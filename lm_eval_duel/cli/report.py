@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
@@ -67,10 +68,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise DuelError("--apart and --as_published exclude each other; give one of them.")
     if options.shown is None:  # only now: above, None says that the flag was not given
         options.shown = SHOWN
-    places = list(options.results)
+    read.files(options.results)  # raises DuelError for a place without results
     if options.ar is not None:
-        places.append(options.ar)
-    read.files(places)  # raises DuelError for a place without results
+        _check_baseline_place(options.ar, options.results)
     traces: list[str] = []
     for place in options.traces:
         traces += trace.files(place)
@@ -79,3 +79,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.traces = traces
     options.published = published.read(options.published)
     return options
+
+
+def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
+    """Raise DuelError for an --ar without results; if it is a model's name, the error says which files hold it."""
+    if not Path(ar).exists():
+        holding = [run.name for run in read.runs(results) if ar in (run.label, run.pretrained)]
+        if holding:
+            listed = ", ".join(holding)
+            raise DuelError(f"--ar {ar} is a model, not a file or folder. Name a file of its results: {listed}.")
+    read.files([ar])

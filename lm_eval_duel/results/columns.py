@@ -147,6 +147,14 @@ NOT_DECODED = "counts whether greedy decoding would produce the text, which this
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 
 
+SINGLE = (
+    "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
+    "different."
+)
+SIGN = f"Differences are of {MINUS}log p, first {MINUS} second: below 0 the first is better."
+SIGN_OF_COST = f"Costs are of {MINUS}log p, with the cache {MINUS} without it: above 0 the cache makes it worse."
+
+
 def of_task(task: Comparison) -> Iterator[tuple[str, Table]]:
     """The tables of a task, each with the stem of its file."""
     duels = [each for each in task.rows if each.row.is_duel]
@@ -208,7 +216,7 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
         f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
         LEVEL: lambda each: span(each.cache_cost.interval, "+.4f"),
     }
-    return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown)
+    return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown, SIGN_OF_COST)
 
 
 def differences(task: Comparison) -> Table:
@@ -222,7 +230,7 @@ def differences(task: Comparison) -> Table:
     shown["better"] = _better
     shown[f"difference, nats per {unit}"] = _difference
     shown[LEVEL] = lambda pair: span(pair.interval, "+.4f")
-    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown)
+    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, SIGN)
 
 
 def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:

@@ -93,6 +93,11 @@ class Comparison:
         return f"{scored} {noun}" if scored else ""
 
     @property
+    def has_gap(self) -> bool:
+        """True if a row has a gap to a baseline."""
+        return any(each.gap is not None for each in self.rows)
+
+    @property
     def closes_a_gap(self) -> bool:
         """True if the share that a row closes of a gap is known."""
         return _closes_a_gap(self.rows)

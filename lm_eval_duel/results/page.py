@@ -26,7 +26,7 @@ from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
 from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import WORDS, Cell, Note, number, split
+from lm_eval_duel.results.table import WORDS, Cell, Note, Table, number, split
 
 if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
@@ -43,6 +43,7 @@ MARGIN = 9.0
 MOST_TICKS = 5
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the first that give no more than these
 STEPS = (1, 2, 5)  # of even ticks
+MOST_PAIRS = 20  # of a task that are shown at once; more are folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,9 @@ def html(report: Report, title: str | None) -> str:
         groups=groups,
         texts=texts,
         remarks=remarks,
+        differences=_differences(report),
+        most_pairs=MOST_PAIRS,
+        single=columns.SINGLE,
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
         published=tables_of_others,
@@ -151,6 +155,8 @@ def about(report: Report) -> str:
         f"{', '.join(_units(report)).capitalize()}: lower is better.",
         f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
     ]
+    if any(task.pairs for task in report.tasks.values()):
+        sentences.append("Ranks are by value; whether two rows differ is said below.")
     if report.baselines:
         sentences.append(f"Gaps are to {_baseline_names(report)}.")
     sentences.append(
@@ -204,6 +210,11 @@ def notes(report: Report) -> list[str]:
         relative = os.path.relpath(run.name, folder)
         texts = [text.replace(run.name, relative) for text in texts]
     return texts
+
+
+def _differences(report: Report) -> dict[str, Table]:
+    """The paired differences of each task that has any, as in report.md."""
+    return {name: columns.differences(task) for name, task in report.tasks.items() if task.pairs}
 
 
 def _folder(runs: Sequence[Run]) -> str:

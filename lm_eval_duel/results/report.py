@@ -33,10 +33,6 @@ from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
 
-SINGLE = (
-    "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
-    "different."
-)
 DRAWN = (
     "95 % intervals are over documents; for estimates and the ELBO they include the Monte Carlo error of each value. "
     "± is the Monte Carlo error alone."
@@ -304,7 +300,7 @@ def _markdown_of_task(
             yield f"### {escape(table.title)}"
             yield table.markdown()
         if kind == "pairs":
-            yield SINGLE
+            yield columns.SINGLE
     for image in images:
         if image.kind == "rules":
             yield image.markdown(quote)
@@ -355,6 +351,8 @@ def write(
     tables = []
     subjects = []
     for name, kind, table in report.tables():
+        if kind == "gap" and not report.tasks[name].has_gap:
+            continue
         if kind != "cost":
             tables.append(_latex(report, name, kind, table))
             subjects.append((name, kind, table.title))

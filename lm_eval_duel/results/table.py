@@ -155,15 +155,19 @@ def split(cell: Cell) -> tuple[str, Note]:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Heads and rows of text. `remarks`: the remarks of cells by their mark, which the cells end with."""
+    """Heads and rows of text. `remarks`: the remarks of cells by their mark, which the cells end with.
+
+    `about`: a sentence on the whole table, which stands below it.
+    """
 
     title: str
     heads: list[str]
     rows: list[list[str]]
     remarks: dict[str, Note]
+    about: str = ""
 
     @classmethod
-    def from_records(cls, title: str, records: Iterable[Any], columns: Columns) -> Table:
+    def from_records(cls, title: str, records: Iterable[Any], columns: Columns, about: str = "") -> Table:
         """A row for each record; a column says what it shows of one. Columns without a single text are left out."""
         marks: dict[Note, str] = {}
         rows: list[list[str]] = []
@@ -182,7 +186,7 @@ class Table:
         heads = list(itertools.compress(columns, filled))
         shown_rows = [list(itertools.compress(row, filled)) for row in rows]
         remarks = {mark: remark for remark, mark in marks.items()}
-        return cls(title, heads, shown_rows, remarks)
+        return cls(title, heads, shown_rows, remarks, about)
 
     @property
     def numeric(self) -> list[bool]:
@@ -198,7 +202,7 @@ class Table:
         """The table for the terminal."""
         remarks = "\n".join(f"{mark} {remark}" for mark, remark in self.remarks.items())
         table = plain_table(self.heads, self.rows)
-        return "\n\n".join(filter(None, [table, remarks]))
+        return "\n\n".join(filter(None, [table, self.about, remarks]))
 
     def markdown(self) -> str:
         """The table in Markdown. Names are text, never markup."""
@@ -211,7 +215,7 @@ class Table:
         for mark, remark in self.remarks.items():
             remarks.append(f"{mark} {escape(str(remark))}")
         with_breaks = "  \n".join(remarks)  # two spaces before a line end are a line break
-        return "\n\n".join(filter(None, [table, with_breaks]))
+        return "\n\n".join(filter(None, [table, escape(self.about), with_breaks]))
 
     def latex(self, sizes: str = "", footnote: str = "") -> str:
         """The file of the table in LaTeX. A model's name stands in its first row.
@@ -237,7 +241,7 @@ class Table:
             *_latex_rows(cells, self.numeric),
             r"\bottomrule",
             r"\end{tabular}",
-            *_latex_footnotes(self.remarks, footnote),
+            *_latex_footnotes(self.about, self.remarks, footnote),
         ]
         return "\n".join(lines) + "\n"
 
@@ -381,9 +385,11 @@ def _latex_line(cells: Sequence[str]) -> str:
     return re.sub(r"^( *)([\[*])", r"\1{\2}", text) + r" \\"
 
 
-def _latex_footnotes(remarks: Mapping[str, Note], footnote: str) -> list[str]:
-    """The lines below a tabular: the facts of its remarks, for readers, and a footnote on all of it."""
+def _latex_footnotes(about: str, remarks: Mapping[str, Note], footnote: str) -> list[str]:
+    """The lines below a tabular: what it is about, the facts of its remarks, for readers, and a footnote."""
     texts = []
+    if about:
+        texts.append(latex_text(about))
     for mark, note in remarks.items():
         mark_number = mark.strip("[]")
         texts.append(f"\\textsuperscript{{{mark_number}}}~{latex_text(note.fact)}")

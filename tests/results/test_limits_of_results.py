@@ -234,7 +234,7 @@ def test_names_of_files():
     assert files.MAX_LENGTH == 100
 
 
-@pytest.mark.parametrize(("limit", "flag"), [(None, ""), (40.0, "40"), (0.5, "0.5"), (1e6, "1e+06")])
+@pytest.mark.parametrize(("limit", "flag"), [(None, ""), (40.0, "40"), (0.5, "0.5"), (1234567.0, "1234567")])
 def test_the_limit_of_a_command(tmp_path, limit, flag):
     """A share of the documents is no number of them; shots are named if they are not 0 and equal in all tasks."""
     file = ours(tmp_path, {"a": {"token_perplexity": 20.0}, "b": {"token_perplexity": 20.0}})

@@ -1,0 +1,85 @@
+"""What a reader of a report asks: whether two rows differ, what a sign means, which file has the baseline."""
+
+import html
+import math
+import re
+
+import pytest
+from results import documents, hf, ours
+
+from lm_eval_duel.cli.report import parse
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import columns, page
+from lm_eval_duel.results import report as reports
+
+
+def docs(*tasks, shift=0.0):
+    nats = [-60 - shift, -150 - shift, -90 - shift]
+    return {task: documents(nats, (20, 40, 30)) for task in tasks}
+
+
+def board(folder, *words):
+    return reports.collect(parse([str(folder), "--page", "--out", "unused", *words]))
+
+
+def cells_of(page_text):
+    """The cells of each row below the heading of differences."""
+    [section] = re.findall('<section class="differences">(.*?)</section>', page_text, re.DOTALL)
+    rows = re.findall('<tr class="row">(.*?)</tr>', section, re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_the_page_has_the_differences_of_the_report(tmp_path, count):
+    """All of them, in the same order, and what the sign means; many are folded."""
+    hf(tmp_path, docs=docs("sotu", shift=-9))
+    for n in range(count):
+        ours(tmp_path, docs=docs("sotu", shift=5 * n), rule=f"greedy:k={n + 1}")
+    content = board(tmp_path, "--pairs", "all")
+    table = columns.differences(content.tasks["sotu"])
+    shown = page.html(content, None)
+    assert len(table.rows) == math.comb(count + 1, 2)
+    assert cells_of(shown) == table.rows
+    assert ("<details open>" in shown) == (len(table.rows) <= page.MOST_PAIRS)
+    assert shown.count(columns.SIGN) == 1 == shown.count(columns.SINGLE)
+    without = page.html(board(tmp_path, "--pairs", "none"), None)
+    assert columns.SIGN not in without and "Ranks are by value" in shown and "Ranks are by value" not in without
+
+
+def test_the_sign_of_differences_is_explained_below_every_table_of_them(tmp_path):
+    hf(tmp_path, docs=docs("sotu", shift=-9))
+    ours(tmp_path, docs=docs("sotu"))
+    ours(tmp_path, docs=docs("sotu", shift=2), spec={"cache": "dual"})
+    content = board(tmp_path)
+    explained = {"pairs": columns.SIGN, "cache": columns.SIGN_OF_COST}
+    texts = {kind: table for _, kind, table in content.tables()}
+    assert texts.keys() > explained.keys()
+    for kind, table in texts.items():
+        for text in (table.text(), table.markdown(), table.latex()):
+            assert ("log p" in text) == (kind in explained)
+    for sentence in explained.values():
+        assert sentence in reports.markdown(content) and sentence in reports.console(content)
+    [pair] = [pair for pair in content.tasks["sotu"].pairs if pair.first.ar]
+    assert pair.difference < 0 and pair.first.value < pair.second.value, "below 0 the first is better"
+
+
+def test_a_baseline_that_is_named_by_its_model_is_an_error_that_names_its_files(tmp_path):
+    file = hf(tmp_path / "in", docs=docs("sotu"), model="org/AR")
+    ours(tmp_path / "in", docs=docs("sotu"))
+    for name in ("AR", "org/AR"):
+        with pytest.raises(DuelError, match=f"--ar {name} .*{re.escape(str(file))}"):
+            board(tmp_path / "in", "--ar", name)
+    with pytest.raises(DuelError, match="nowhere"):
+        board(tmp_path / "in", "--ar", "nowhere")
+
+
+@pytest.mark.parametrize("has_baseline", [True, False])
+def test_only_gaps_have_a_table_of_gaps(tmp_path, has_baseline):
+    """In LaTeX; report.md also says why there are none."""
+    if has_baseline:
+        hf(tmp_path / "in", docs=docs("sotu", shift=-9))
+    ours(tmp_path / "in", docs=docs("sotu"))
+    out = tmp_path / "out"
+    reports.write(board(tmp_path / "in"), str(out))
+    assert (out / "gap_sotu.tex").exists() == has_baseline
+    assert (out / "methods_sotu.tex").exists() and "### Gap to" in (out / "report.md").read_text()
