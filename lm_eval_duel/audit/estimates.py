@@ -1,7 +1,8 @@
 """Bounds, estimates and sums over orders by `reference.py`: the definition of each, over one row at a time.
 
     elbo, noised_elbo                    `reference.elbo`, `.noised_elbo` on the run's own draws; their error recomputed
-    elbo_exact, mixture, oracle          all orders of each block of at most `SMALL` positions
+    elbo_exact, mixture, oracle          all orders of each block of at most `SMALL` positions; the rules followed, as
+                                         in a run of their own
     sampled_confidence, sampled_order    all ways of such a sampler (samplers.py)
     two_phase                            g of every block and f of the drawn ones by Algorithm 2, weights recomputed
 
@@ -22,6 +23,7 @@ from lm_eval_duel import reference
 from lm_eval_duel.audit.checked import Recomputed, unequal
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.audit.replay import TIES, all_equal, moved, rule_of
+from lm_eval_duel.audit.runs_rule import along_any_order
 from lm_eval_duel.audit.samplers import Count, Select, best_drawn, drawn_positions, over_selections, scheduled
 from lm_eval_duel.audit.wrapped_networks import one_row
 from lm_eval_duel.core.float_noise import nats_tolerance
@@ -76,12 +78,19 @@ def over_orders(network: OneRow, name: str) -> float:
 
 
 def _lattice(estimator: Lattice, network: OneRow, score: Score) -> Recomputed:
-    """All three sums over orders, since the score of one of them holds the others, too."""
+    """All three sums over orders, since the score of one of them holds the others, too; and the rules followed."""
     run = {estimator.name: score, **score.others}
     pairs = {}
     for name in LATTICE:
         pairs[name] = run[name].log_prob, over_orders(network, name)
-    problems = unequal(pairs, nats_tolerance(len(network.scored)))
+    noise = nats_tolerance(len(network.scored))
+    problems = unequal(pairs, noise)
+    for rule in estimator.rules:
+        path = score.others[str(rule)]
+        along = along_any_order(network, rule, path)
+        problems += unequal({str(rule): (path.log_prob, along.log_prob)}, noise)
+        if along.other_picks:
+            problems.append(f"{along.other_picks} picks of {rule} that are not the rule's")
     _, again = pairs[estimator.name]
     return Recomputed(again, problems=tuple(problems))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
-from lm_eval_duel.audit.checked import CheckedWindow, distance
+from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
 from lm_eval_duel.audit.contradictions import Held, contradictions
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import COMPANY
@@ -109,6 +109,9 @@ class Audit:
     def _not_compared(self) -> list[str]:
         """The parts that were not, with the reasons."""
         missing = list(self.not_compared)
+        by_own_rule = sum(each.again.route == RUNS_RULE for each in self.checked)
+        if by_own_rule:
+            missing.append(f"how the rule decides (in {counted(by_own_rule, 'window')} its own code decided twice)")
         reasons = Counter[str]()
         for each in self.checked:
             if not each.independent:
@@ -133,6 +136,7 @@ def audit(options: argparse.Namespace) -> Audit:
     findings = Audit(described_dtype(lm, options.dtype))
     audit_network(lm, options.no_own_code, findings)
     for task in tasks:
+        findings.not_compared.extend(metrics_not_compared(task))
         by_kind: dict[str, list[Any]] = {}
         for request in task.instances:
             by_kind.setdefault(request.request_type, []).append(request)
@@ -207,6 +211,14 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
             findings.problems.append(f"{name(request)}: the answer is {printed:.4f} nats, not {nats:.4f}")
     if kind == "loglikelihood_rolling":
         audit_text(lm, task, batch.requests, answers, by_request, findings)
+
+
+def metrics_not_compared(task: Any) -> list[str]:
+    """The metrics that a task prints of answers that are no whole texts: the answers are compared, these are not."""
+    kinds = {request.request_type for request in task.instances}
+    if kinds == {"loglikelihood_rolling"}:
+        return []
+    return [f"{', '.join(task.aggregation())} of {task.config.task}"]
 
 
 def audit_text(

@@ -60,9 +60,10 @@ class Checked(Around):
     """A user's rule, which may return the pick alone. In its lanes `row` is zero: a rule knows no window's number.
 
     The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated, on the same
-    predictions and on one lane alone: picks and memory must agree, except in near ties. A rule without a
-    decision_margin has unknown near ties, so what it decides differently for a lane alone is counted and logged. This
-    detects a rule that is no function of a lane's predictions; it proves nothing, and `verify` asks again.
+    predictions, at another step if it is `state_only`, and on one lane alone: picks and memory must agree, except in
+    near ties. A rule without a decision_margin has unknown near ties, so what it decides differently for a lane alone
+    is counted and logged. This detects a rule that is no function of a lane's predictions; it proves nothing, and
+    `verify` asks again.
 
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
@@ -115,6 +116,11 @@ class Checked(Around):
         if not _agree(decision, again, ~near):
             self._differs("when it was asked again")
             return decision
+        if self.rule.state_only:
+            later = self._decided(predictions, dataclasses.replace(lanes, step=lanes.step + 1))
+            if not _agree(decision, later, ~near):
+                self._differs("at another step, which it does not read according to its state_only = True")
+                return decision
 
         # one lane alone, without the columns that only wider lanes have
         lane = self._lane_to_ask(lanes)

@@ -37,7 +37,7 @@ def test_options_before_different_texts(folder, tmp_path, capsys):
     audit.main(command(folder, "duel_choice", *files))
     out = capsys.readouterr().out
     assert "PASS: 4 windows, 8 tokens. Compared: 4 windows with the reference" in out
-    assert "Not compared: the network (--no_own_code)." in out
+    assert "Not compared: the network (--no_own_code), acc, acc_norm, brier, ece of duel_choice." in out
     assert "document 1, option 1, window 0" in out
 
 

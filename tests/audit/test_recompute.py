@@ -1,6 +1,7 @@
 """Law 19: what a run computes equals `reference.py`, and a fault in a run does not go unnoticed."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from lm_eval_duel.denoisers.cached import denoiser as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding, warped
 from lm_eval_duel.denoisers.wrappers import Guided
-from lm_eval_duel.estimators.arguments import ElboArguments, OrderArguments
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments, OrderArguments
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.samplers import SampledOrder
+from lm_eval_duel.rules import checked as checked_rules
 from lm_eval_duel.rules.base import best
 from lm_eval_duel.rules.scores import Greedy, Scored
 
@@ -88,6 +90,33 @@ def test_a_run_equals_the_reference(name, rules):
         for each in checked(Duel(toy, rule, block, grid=grid), windows):
             assert each.difference < noise and not each.problems and each.again.ties == 0, (rule, each)
             assert each.again.route in (REFERENCE, RUNS_RULE), rule
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOnes(rules.Rule):
+    """The first masked position, then the first two, and so on."""
+
+    def __call__(self, predictions, lanes):
+        return lanes.masked & (lanes.masked.cumsum(1) <= lanes.step[:, None] + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaysItReadsNoStep(FirstOnes):
+    """Negative control: a lattice follows it, and asks it without a step."""
+
+    state_only: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("rule", "is_right"), [("greedy", True), ("margin:k=2", True), (SaysItReadsNoStep(), False)])
+def test_rules_that_a_lattice_follows_are_held_to_their_own_runs(rule, is_right, monkeypatch):
+    monkeypatch.setattr(checked_rules, "FIRST_CALLS", 0)  # the run itself finds it at once
+    monkeypatch.setattr(checked_rules.Checked, "repeat_last", lambda rule: None)
+    lattice = Lattice(Toy(), 4, LatticeArguments([rule]))
+    problems = []
+    windows = [window for window in WINDOWS if not window.tail]
+    for window, score in zip(windows, lattice.log_prob(windows), strict=True):
+        problems += recompute(lattice, window, score).problems
+    assert bool(problems) != is_right
 
 
 def route(estimator, window):

@@ -170,6 +170,25 @@ def test_a_rule_that_is_random_now_and_then_is_found():
     assert found >= 5
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadsItsStep(rules.Rule):
+    """Negative control: the first masked position, then the first two, and so on."""
+
+    state_only: ClassVar[bool] = True
+
+    def __call__(self, predictions, lanes):
+        return rules.Decision.certain(lanes.masked & (lanes.masked.cumsum(1) <= lanes.step[:, None] + 1))
+
+
+@pytest.mark.parametrize("in_a_lattice", [False, True])
+def test_a_rule_that_reads_its_step_although_it_says_not_is_found(in_a_lattice):
+    toy = Toy(length=8)
+    rule = ReadsItsStep()
+    estimator = Lattice(toy, 4, LatticeArguments([rule])) if in_a_lattice else DuelEstimator(toy, rule, 4)
+    with pytest.raises(InconsistentOutput):
+        estimator.log_prob([Window((), (0, 1, 2, 0))])
+
+
 def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
     class Coarse(Toy):
         coarse = True
