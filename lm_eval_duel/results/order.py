@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
@@ -42,9 +42,10 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     same: dict[Row, list[Row]] = {}
     notes = []
     for values in methods.values():
-        first_rows = [rows_of_value[0] for rows_of_value in values.values()]
+        every_value = list(map(_with_documents_first, values.values()))
+        first_rows = [rows_of_value[0] for rows_of_value in every_value]
         shown = _disambiguated(first_rows)
-        for row, rows_of_value in zip(shown, values.values(), strict=True):
+        for row, rows_of_value in zip(shown, every_value, strict=True):
             same[row] = rows_of_value[1:]
             for other in same[row]:
                 notes.append(_twice(row, other))
@@ -59,6 +60,30 @@ def _first_kept(row: Row) -> tuple[bool, bool, float]:
     """Of several rows of one value, sorts the one to keep first: the baseline, then a run's own value, the newest."""
     is_other_value = row.estimator != row.run.config.estimator
     return not row.ar, is_other_value, -row.run.header.date
+
+
+def _with_documents_first(rows: list[Row]) -> list[Row]:
+    """The rows of one value, first one that has the values of documents: without them a row has no interval.
+
+    A cached run that is repeated without --log_samples has none. The row at the front stays there if it is the
+    baseline, or if the value of the others is not the same.
+    """
+    first = rows[0]
+    if first.documents or first.ar:
+        return rows
+    for row in rows:
+        if row.documents and are_equal(row.metrics, first.metrics):
+            others = [other for other in rows if other is not row]
+            return [row, *others]
+    return rows
+
+
+def are_equal(metrics: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """True if two results have the same value in every metric that both have."""
+    equal = True
+    for metric in metrics.keys() & others.keys():
+        equal &= math.isclose(metrics[metric], others[metric], rel_tol=SAME)
+    return equal
 
 
 def identity(row: Row) -> tuple:
@@ -77,9 +102,7 @@ def identity(row: Row) -> tuple:
 
 def _twice(row: Row, other: Row) -> str:
     """A note on a second result of the same value."""
-    equal = True
-    for metric in row.metrics.keys() & other.metrics.keys():
-        equal &= math.isclose(row.metrics[metric], other.metrics[metric], rel_tol=SAME)
+    equal = are_equal(row.metrics, other.metrics)
     twice = f"{row.run.short_name} is shown, {other.run.short_name} holds it too"
     return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
 

@@ -21,6 +21,7 @@ from lm_eval_duel.results import (
     files,
     headlines,
     match,
+    order,
     published,
     read,
     standings,
@@ -217,7 +218,7 @@ def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run
 def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     """The results of the only autoregressive model among others, or none of them and a note that says why.
 
-    Of several results of a task under one spec it is the newest.
+    Of several results of a task under one spec it is the newest, or the one with samples if they are the same value.
     """
     runs = [run for run in runs if run.tasks]
     causal = [run for run in runs if run.config.autoregressive]
@@ -226,14 +227,18 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     note = _no_baseline(causal)
     if note:
         return [], note
-    newest: dict[str, Run] = {}
+    kept: dict[str, Run] = {}
     for run in causal:  # oldest first
-        for name in run.tasks:
-            if newest.setdefault(name, run).spec != run.spec:
+        for name, task in run.tasks.items():
+            before = kept.setdefault(name, run)
+            if before.spec != run.spec:
                 several = f"No gaps: there are several results of {run.label} on {name}."
                 return [], Note(several, "name one with --ar")
-            newest[name] = run
-    once = {run.name: run for run in newest.values()}  # a run may be the newest of several tasks
+            task_before = before.tasks[name]
+            lost_samples = task_before.documents is not None and task.documents is None
+            if not (lost_samples and order.are_equal(task_before.metrics, task.metrics)):
+                kept[name] = run
+    once = {run.name: run for run in kept.values()}  # a run may be the one of several tasks
     return list(once.values()), Note()
 
 

@@ -263,6 +263,22 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path):
     assert any("is shown" in note and "holds it too" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize("write", [hf, ours])
+@pytest.mark.parametrize(("rate", "keeps_samples"), [(3.0, True), (3.1, False)])
+def test_the_same_value_again_without_samples_does_not_take_the_interval(tmp_path, write, rate, keeps_samples):
+    """Of the baseline and of other results, such as of a cached run that is repeated. Another value is the newest."""
+    tokens = np.array([10, 12, 14, 16] * 5)
+    hard = np.arange(len(tokens)) / 20  # nats per token
+    other = ours if write is hf else hf
+    other(tmp_path / "results", docs={"sotu": documents(-tokens * (2.5 + hard), tokens)})
+    first = write(tmp_path / "results", docs={"sotu": documents(-tokens * (3.0 + hard), tokens)})
+    second = write(tmp_path / "results", docs={"sotu": documents(-tokens * (rate + hard), tokens)}, log=False)
+    [row] = rows(run(tmp_path), "sotu", "ar" if write is hf else "duel").values()
+    assert row["file"] == str(first if keeps_samples else second)
+    assert bool(row["interval"]) == keeps_samples
+    assert row["ar"] == (write is hf)
+
+
 @pytest.mark.parametrize(("model", "args"), [("ARM-2", {}), ("ARM", {"revision": "step1000"})])
 def test_the_only_ar_result_is_the_baseline_and_of_several_none(tmp_path, model, args):
     ours(tmp_path / "results", docs=DOCS)
