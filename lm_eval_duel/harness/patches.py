@@ -27,6 +27,8 @@
 
     sys.excepthook              prints our errors in one line, in lm_eval's own command only
 
+    logger lm_eval.api.task     does not warn that our tasks take --metadata: they do, and docs/tasks.md says which
+
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
@@ -70,6 +72,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.store import ResponseCache, unreadable
+from lm_eval_duel.tasks import task_files
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 ORIGINAL = "lm_eval_duel_original"  # an attribute of methods that are replaced: lm-eval's own
@@ -83,6 +86,7 @@ def apply() -> None:
         _patch(kind, "apply_filters", _apply_filters)
     _patch(CachingLM, "__init__", _open_cache)
     _patch(metrics, "weighted_mean", _weighted_mean)
+    without_our_advice()
 
     # Only the name `math` in this module is replaced: math.exp itself is unchanged.
     functions = {**vars(math), "exp": perplexity}
@@ -96,6 +100,25 @@ def apply() -> None:
     if loggers is not None:  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
         _patch(loggers.evaluation_tracker.GeneralConfigTracker, "log_experiment_args", _name_model)
+
+
+def without_our_advice() -> None:
+    """Drop lm-eval's warning that a task takes --metadata, which it prints at each start, for this package's tasks."""
+    logger = logging.getLogger(Task.__module__)
+    if not any(isinstance(present, WithoutOurAdvice) for present in logger.filters):
+        logger.addFilter(WithoutOurAdvice())
+
+
+class WithoutOurAdvice(logging.Filter):
+    """Drops the warning "TASK: Custom kwargs can be passed to `--metadata`" for this package's tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = {file.stem for file in task_files()}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        task, is_advice, _ = record.getMessage().partition(": Custom kwargs can be passed")
+        return not (is_advice and task in self.ours)
 
 
 def in_lm_evals_command() -> None:

@@ -39,6 +39,7 @@ CONTINUATIONS = ("loglikelihood", "multiple_choice")  # tasks that ask for the l
 def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     """Load the tasks, which `manager` then hands to lm-eval; raises DuelError for what would end the run later."""
     patches.in_lm_evals_command()
+    patches.without_our_advice()
     _check_arguments(config)
     model_args = config.model_args or {}
     if isinstance(model_args, str):

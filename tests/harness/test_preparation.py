@@ -76,6 +76,18 @@ def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named
         config.process_tasks(config.metadata)
 
 
+def test_only_our_own_tasks_are_loaded_without_advice_on_metadata(tmp_path, caplog):
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ncustom_dataset: !function lm_eval_duel.tasks.sotu\ntest_split: test\n"
+        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
+    )
+    config = settings(["sotu", "mine"], tmp_path)
+    with caplog.at_level("WARNING"):
+        config.process_tasks(config.metadata)
+    advice = [record.getMessage() for record in caplog.records if "--metadata" in record.getMessage()]
+    assert len(advice) == 1 and advice[0].startswith("mine")
+
+
 def test_a_folder_without_tasks_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--tasks"):
         settings([str(tmp_path)]).process_tasks()
