@@ -214,8 +214,8 @@ class PairedDifference:
     names: tuple[str, str] = ("", "")
     unit: str = ""  # token, word or byte
     documents: int = 0
-    values: tuple[Value, ...] = ()  # log-likelihoods per unit
-    difference: float | None = None  # None if a perplexity is infinite
+    values: tuple[Value, ...] = ()  # log-likelihoods per unit: the higher one is better
+    difference: float | None = None  # of -log p, so below 0 the first is better; None if a perplexity is infinite
     interval: tuple[float, float] | None = None  # 95 %, bootstrap over texts; None for fewer than two
     better: str = ""  # which of the two, or what it bounds; empty if the interval does not say
     verdict: str = ""  # that it is better, or why the interval does not say which is

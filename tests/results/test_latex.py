@@ -4,14 +4,17 @@ import csv
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from results import documents, hf, ours
 
+from lm_eval_duel import demo
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.results.table import MINUS, Bold, Head, Note, Table, latex_text
 
+DOCS = Path(__file__).parents[2] / "docs" / "results.md"
 NAMES = (r"\input{x} & % # $ ^ ~ { } \\ [2pt]", "[2pt] *", "a_b<c>", "-1", "x [9]")
 
 
@@ -91,7 +94,26 @@ def test_pdflatex_takes_every_table(tmp_path):
     assert len(files) > 6
     inputs = "\n\n".join(rf"\input{{\detokenize{{{file.name}}}}}" for file in files)
     text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{inputs}\end{{document}}"
-    (out / "main.tex").write_text(text)
+    typeset(out, text)
+
+
+def typeset(folder, text):
+    """What pdflatex prints about a text."""
+    (folder / "main.tex").write_text(text)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "main.tex"]
-    done = subprocess.run(command, cwd=out, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
+def test_a_wide_table_fits_as_the_documentation_says(tmp_path):
+    """The widest of the bundled report, which is too wide otherwise."""
+    [recipe] = re.findall("```latex\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    preamble, body = recipe.split("\n\n")
+    for file in (demo.FOLDER / "report").glob("*.tex"):
+        shutil.copy(file, tmp_path)
+    for wrapped, is_too_wide in ((body, False), (r"\input{gap_sotu}", True)):
+        text = f"\\documentclass{{article}}\n{preamble}\n\\begin{{document}}\n{wrapped}\n\\end{{document}}\n"
+        assert ("Overfull" in typeset(tmp_path, text)) == is_too_wide
