@@ -80,7 +80,11 @@ def _mask(lm: DuelMDM) -> str:
     """The mask token, or why there is none."""
     denoiser = lm.denoiser
     if denoiser.mask_id is not None:
-        return _token(lm.tokenizer, denoiser.mask_id)
+        mask = _token(lm.tokenizer, denoiser.mask_id)
+        of_tokenizer = lm.tokenizer.mask_token_id
+        if of_tokenizer in (None, denoiser.mask_id):
+            return mask
+        return f"{mask}; the tokenizer's own is {_token(lm.tokenizer, of_tokenizer)}, which counts as a token"
     if denoiser.attention == "causal":
         return "none: an autoregressive network"
     return "none: the noise is random tokens"

@@ -77,14 +77,7 @@ def from_model(
     evaluating = user_module.evaluating(module, options.device, autocast)
     with explained(name, "run network"), torch.no_grad(), tests, evaluating:
         plain = _plain(bare, options, ids, self_tests, module is not None)
-    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
-    if None not in (of_tokenizer, plain.mask_id) and of_tokenizer != plain.mask_id:
-        log.warning(
-            "%s is scored with mask_token_id=%s, and the tokenizer's [MASK] is %s, which counts as a token",
-            name,
-            plain.mask_id,
-            of_tokenizer,
-        )
+    vocabulary.warn_of_another_mask(name, plain.mask_id, tokenizer)
     _warn_of_half_precision(module, name)
     denoiser = InMemory(plain, module, name, weights or IN_MEMORY, autocast)
     denoiser.special_tokens = vocabulary.expected(denoiser, tokenizer)

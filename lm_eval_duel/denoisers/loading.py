@@ -67,6 +67,8 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
         else:
             denoiser = without_weights(checkpoint).fill()
     denoiser.special_tokens = vocabulary.expected(denoiser, checkpoint.tokenizer)
+    if options.mask_token_id is not None:  # the user's choice; a checkpoint's own entry may differ for a reason
+        vocabulary.warn_of_another_mask(checkpoint.name, denoiser.mask_id, checkpoint.tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)

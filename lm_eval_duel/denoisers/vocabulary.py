@@ -90,6 +90,21 @@ def find_mask_id(
     return mask_id
 
 
+def warn_of_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> None:
+    """Warn if a network's [MASK] is not the one that the tokenizer names."""
+    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
+    if tokenizer is None or mask_id is None or of_tokenizer in (None, mask_id):
+        return
+    log.warning(
+        "%s is scored with mask_token_id=%s (%r), and the tokenizer's [MASK] is %s (%r), which counts as a token",
+        name,
+        mask_id,
+        tokenizer.convert_ids_to_tokens(mask_id),
+        of_tokenizer,
+        tokenizer.mask_token,
+    )
+
+
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:
     """The length of rows: `max_length`, else all `positions` of the network; raises DuelError if neither will do."""
     if not (max_length or positions):

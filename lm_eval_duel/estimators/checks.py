@@ -23,6 +23,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 DEFAULT_BLOCK = 32
 GRID = Argument(choice("auto", "target", "row"), "auto")
 _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
+_warned_of_suffixes: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers that had targets without a suffix
 
 
 def require_masks(denoiser: Denoiser, name: str) -> None:
@@ -150,6 +151,7 @@ def check_windows(
         for problem in itertools.chain(_of_layout(case), _of_ids(case), _of_attention(case), _of_tokens(case)):
             raise DuelError(f"Window {n} {problem}", n)
     _warn_without_special_tokens(denoiser, windows)
+    _warn_of_unseen_suffixes(denoiser, grid, windows)
 
 
 def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
@@ -168,6 +170,34 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
         n,
         before or "(bos,)",
         f", suffix={after}" if after else "",
+    )
+
+
+def _warn_of_unseen_suffixes(denoiser: Denoiser, grid: str, windows: Sequence[Window]) -> None:
+    """Warn, once per denoiser, of targets in blocks before the last one, which do not see a window's suffix."""
+    block = denoiser.block
+    if block is None or denoiser.attention == "bidirectional" or denoiser in _warned_of_suffixes:
+        return
+    of_texts = denoiser.special_tokens[1] if denoiser.special_tokens else ()
+    gaps = 0
+    unseen = 0
+    for window in windows:
+        if not window.target or window.suffix in ((), of_texts):
+            continue
+        start = len(window.context) if grid == "row" else 0
+        last = start + len(window.target) - 1
+        gaps += 1
+        unseen += start // block != last // block
+    if not unseen:
+        return
+    _warned_of_suffixes.add(denoiser)
+    log.warning(
+        "In %d of %d windows with a suffix the target spans several blocks of %d, and only the last of them sees the "
+        "suffix, as this network is block-causal. Use a bidirectional network to score all tokens given the suffix. "
+        "(Warned once per denoiser.)",
+        unseen,
+        gaps,
+        block,
     )
 
 

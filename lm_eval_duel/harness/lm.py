@@ -23,6 +23,7 @@ from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.runs import SCHEMA
 from lm_eval_duel.text.loading import load_scorer
+from lm_eval_duel.text.text import find_chat_template
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -62,6 +63,7 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self.denoiser = scorer.denoiser
         self.text = scorer.text
         self._device = self.denoiser.device
+        self._chat_template: str | None = None  # of --apply_chat_template
 
         self.evaluation = self._new_evaluation(scorer.estimator)
         if self.trace is not None:
@@ -269,14 +271,11 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self.text.encode(string, bool(add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation in the format of the tokenizer's chat template; raises DuelError if it has none."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise DuelError(
-                "The tokenizer has no chat template: leave --apply_chat_template out, or pass tokenizer=<a folder or "
-                "hub name that has one>."
-            )
+        """A conversation in the format of the tokenizer's chat template; raises UsageError if it has none."""
+        template = self._chat_template or find_chat_template(self.tokenizer, True)
         text = self.tokenizer.apply_chat_template(
             chat_history,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -284,8 +283,13 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         assert isinstance(text, str)  # since it is not tokenized
         return text
 
+    @unchained()
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The chat template, for the results; `chat_template`: its name, if the tokenizer has several."""
-        if chat_template is False or chat_template is None:
+        """The chat template, for the results; `chat_template`: its name, if the tokenizer has several.
+
+        lm-eval asks for it before the first conversation, and passes the name here alone, so it is remembered.
+        """
+        if not chat_template:
             return ""
-        return self.tokenizer.get_chat_template(None if chat_template is True else chat_template)
+        self._chat_template = find_chat_template(self.tokenizer, chat_template)
+        return self._chat_template

@@ -4,7 +4,7 @@ lm-eval's command loads the model, opens the response cache and loads the tasks,
 are loaded first, as soon as lm-eval has found their names:
 
     arguments of lm-eval      there is a task and a document, and results can be written
-    config.json, tokenizer    text/loading.py: nothing contradicts the model args
+    config.json, tokenizer    text/loading.py: nothing contradicts the model args; a chat template, if wanted
     --use_cache               no file was written under other model args
     tasks                     loaded once, for lm-eval to take; the estimator answers their kind of request
 """
@@ -27,6 +27,7 @@ from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.store import require_same_args
 from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.text.loading import require_loadable
+from lm_eval_duel.text.text import find_chat_template
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -45,7 +46,9 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     if isinstance(model_args, str):
         model_args = key_values(model_args)
     options = Options.parse(with_lm_evals_flags(model_args, dataclasses.asdict(config)))
-    options = require_loadable(options)
+    options, tokenizer = require_loadable(options)
+    if config.apply_chat_template:
+        find_chat_template(tokenizer, config.apply_chat_template)
     if config.use_cache is not None:
         cache = Path(config.use_cache)
         for file in sorted(cache.parent.glob(f"{cache.name}_rank*.db")):

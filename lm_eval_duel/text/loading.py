@@ -68,8 +68,9 @@ def load_scorer(
     return Scorer(options, tokenizer, network, estimator, text)
 
 
-def require_loadable(options: Options) -> Options:
-    """The options with the ids that the rule takes from the tokenizer, once all is checked that needs no weight.
+def require_loadable(options: Options) -> tuple[Options, PreTrainedTokenizerBase]:
+    """The options with the ids that the rule takes from the tokenizer, and the tokenizer, once all is checked that
+    needs no weight.
 
     The network is made without its weights, from config.json and the tokenizer; weights on the hub are downloaded. The
     checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines.
@@ -85,7 +86,8 @@ def require_loadable(options: Options) -> Options:
             checkpoint = checkpoint.with_tokenizer().with_family_by_tensors()
             if not checkpoint.runs_own_code:
                 _require_layout(options, checkpoint)
-            return options.with_tokenizer(checkpoint.text_tokenizer())
+            tokenizer = checkpoint.text_tokenizer()
+            return options.with_tokenizer(tokenizer), tokenizer
     finally:
         log.disabled = was_disabled
 

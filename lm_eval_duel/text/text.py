@@ -14,7 +14,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Ids, Window, as_ids, independent, infilled, of_row, rolling, target_capacity
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.vocabulary import convention, end_of_text
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, split_at_borders
 
@@ -371,3 +371,31 @@ def require_unicode(text: str) -> None:
             "half of a surrogate pair, which no tokenizer accepts. Repair the text, for example by "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
         ) from None
+
+
+def find_chat_template(tokenizer: Any, wanted: bool | str) -> str:
+    """The chat template of a tokenizer: its default (`wanted` is True), or the one of this name.
+
+    Raises:
+        UsageError: It has none, or none of this name.
+    """
+    templates = getattr(tokenizer, "chat_template", None)
+    if not templates:
+        raise UsageError(
+            "The tokenizer has no chat template: leave --apply_chat_template out, or pass tokenizer=<a folder or hub "
+            "name that has one>."
+        )
+    if isinstance(templates, str):
+        if isinstance(wanted, str):  # transformers would take the name for the text of a template
+            raise UsageError(
+                f"--apply_chat_template {wanted}: the tokenizer has a single chat template, which has no name. Leave "
+                "the name out."
+            )
+        return templates
+    name = wanted if isinstance(wanted, str) else "default"
+    if name not in templates:
+        names = ", ".join(sorted(templates))
+        raise UsageError(
+            f"The tokenizer has no chat template named '{name}': pass --apply_chat_template NAME with one of {names}."
+        )
+    return str(templates[name])

@@ -186,3 +186,11 @@ def test_a_dit_in_half_precision_is_coarse(tmp_path):
     assert not denoiser.coarse and denoiser.describe()["dtype"] == "float32"
     denoiser.take(denoiser.network.to(torch.bfloat16))
     assert denoiser.coarse and denoiser.describe()["dtype"] == "bfloat16"
+
+
+def test_a_mask_that_is_not_the_tokenizers_is_named(caplog):
+    denoisers.load(device="cpu", mask_token_id=2)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    denoisers.load(device="cpu", mask_token_id=300)
+    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.args[1:] == (300, "ro", 2, "<|mask|>")

@@ -404,3 +404,16 @@ def test_orders_that_do_not_fit_are_refused(steps, numbers):
     found = answer(duel.replay, [Window((1,), (2, 0, 1, 1))], steps)
     assert isinstance(found, str) and found.startswith(f"error with {numbers}"), found
     assert Replay(((0, 1),)).may_pick_none
+
+
+def test_a_suffix_that_only_the_last_block_sees_is_named(caplog):
+    long = Window((0,), (1, 0, 0), (2,))  # blocks of 3 count from the row's start: the target is in the first two
+    short = Window((0,), (1,), (2,))
+    network = BlockCausal(block=3)
+    estimator = DuelEstimator(network, parse("greedy"), 3)
+    estimator.log_prob([short, Window((0,), (1, 0, 0, 1))])
+    assert not caplog.records
+    estimator.log_prob([short, long])
+    estimator.log_prob([long])
+    [record] = caplog.records
+    assert record.args == (1, 2, 3)  # one window of the two with a suffix, blocks of 3

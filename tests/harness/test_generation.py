@@ -12,7 +12,7 @@ from toys import BlockCausal, Toy
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import tie_warning, warped
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
@@ -298,3 +298,22 @@ def test_a_chat_template_writes_its_bos_once(folder):
     first, second = lm.loglikelihood(harness_requests.ask("loglikelihood", (prompt, "c d"), ("a b ", "c d")))
     assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""
+
+
+def test_the_chat_template_of_a_name_writes_the_prompts(folder):
+    lm = model(folder)
+    message = [{"role": "user", "content": "a b"}]
+    with pytest.raises(UsageError, match="--apply_chat_template"):
+        lm.chat_template(True)
+    with pytest.raises(UsageError, match="--apply_chat_template"):
+        lm.apply_chat_template(message)
+
+    lm.tokenizer.chat_template = {"default": "c", "short": "d"}
+    assert lm.chat_template("short") == "d"
+    assert lm.apply_chat_template(message) == "d"
+    with pytest.raises(UsageError, match="shot"):
+        lm.chat_template("shot")
+
+    lm.tokenizer.chat_template = "c"
+    with pytest.raises(UsageError, match="short"):
+        lm.chat_template("short")

@@ -67,6 +67,7 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"model_args": {"pretrained": "demo-ar"}}, "estimator=ar"),
         (["sotu"], {"model_args": {"rule": "gredy"}}, "greedy"),
         (["sotu"], {"limit": 0.0}, "--limit"),
+        (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
     ],
 )
