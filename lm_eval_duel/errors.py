@@ -165,9 +165,9 @@ def require_known(what: str, names: Iterable[object], known: Iterable[str], wher
             raise unknown(what, name, known, where)
 
 
-def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:
+def random_tokens(name: str, estimator: str, causal: bool = False) -> UsageError:
     """The error of `estimator` for a network whose noise is random tokens; `causal`: it is an AR model, too."""
-    return DuelError(
+    return UsageError(
         f"The noise of {name} is random tokens, so what a masked position shows changes from step to step, and "
         f"estimator={estimator} needs predictions that the revealed tokens alone decide. Use estimator=noised_elbo, a "
         f"bound of ancestral sampling, or estimator=duel, exact for commit-once sampling"

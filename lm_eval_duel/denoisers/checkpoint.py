@@ -27,7 +27,7 @@ from lm_eval_duel.denoisers import hub, refused, vocabulary
 from lm_eval_duel.denoisers.hf.families import BY_CLASS, HARMLESS, NAMED, PLAIN, Family
 from lm_eval_duel.denoisers.hf.layouts import DIFFUGPT_TRUNK, INSERTING, Config
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions
-from lm_eval_duel.errors import DuelError, documentation, random_tokens, require_known
+from lm_eval_duel.errors import DuelError, UsageError, documentation, random_tokens, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,13 +189,13 @@ class Checkpoint:
         return tokenizer
 
     def require_estimator(self, estimator: str, takes_noise: str) -> None:
-        """Raise DuelError if an estimator is not for the noise of this network."""
+        """Raise UsageError if an estimator is not for the noise of this network."""
         noised = has_random_tokens(self.config)
         gemma = is_diffusion_gemma(self.config)  # whose encoder is autoregressive
         if noised and takes_noise == "no" and not (gemma and self.options.attention == "causal"):
             raise random_tokens(self.name, estimator, gemma)
         if takes_noise == "only" and not noised:
-            raise DuelError(
+            raise UsageError(
                 f"estimator={estimator} is for networks whose noise is random tokens; by its config {self.name} is "
                 "not one. Use estimator=elbo, or leave estimator out."
             )
@@ -386,9 +386,9 @@ def _family_of_plain_decoder(name: str, options: LoadOptions) -> Family:
     raise autoregressive(options.name, name)
 
 
-def autoregressive(name: str, classes: str) -> DuelError:
+def autoregressive(name: str, classes: str) -> UsageError:
     """The error for a checkpoint that looks autoregressive."""
-    return DuelError(
+    return UsageError(
         f"By its config.json {name} is a {classes}, autoregressive: add estimator=ar. If it was trained as a masked "
         "diffusion model, pass family=<its family>, or attention=bidirectional with mask_token_id=<id>. "
         f"Families: {documentation('checkpoints.md')}."

@@ -12,6 +12,7 @@ are loaded first, as soon as lm-eval has found their names:
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,11 @@ def _check_arguments(config: EvaluatorConfig) -> None:
     if config.limit is not None and config.limit <= 0:
         raise UsageError(
             f"--limit is a number of documents, or below 1 a share of them; got {config.limit:g}. Leave it out for all."
+        )
+    if config.use_cache is not None and config.use_cache.endswith(("/", os.sep)):
+        raise UsageError(
+            f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the folder "
+            f"{config.use_cache}. Add a name to it: {config.use_cache}cache."
         )
     if config.output_path:
         output = Path(config.output_path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 TextOrIds: TypeAlias = "str | Ids"
+Methods = TypeVar("Methods")
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -34,6 +36,15 @@ SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
 FIXED_ORDERS = ("duel", "ar")  # a window has one order
 
 
+def named_as_of_duel(methods: type[Methods]) -> type[Methods]:
+    """A decorator of a part of `Duel`: Python's errors on arguments name its methods as users know them."""
+    for name, method in vars(methods).items():
+        if inspect.isfunction(method):
+            method.__qualname__ = f"Duel.{name}"
+    return methods
+
+
+@named_as_of_duel
 class OnIds:
     """Methods of `Duel` that need no tokenizer."""
 

@@ -252,8 +252,8 @@ class TextEncoder:
         if length > capacity:
             raise DuelError(
                 f"{length} positions to generate do not fit a row of max_length={self.denoiser.max_length} ({capacity} "
-                "positions besides special tokens). Generate fewer (max_new_tokens, or max_gen_toks in the harness's "
-                "gen_kwargs), or raise max_length if the network allows it."
+                "positions besides special tokens). Generate fewer (length of Duel.sample, max_new_tokens of generate, "
+                "or max_gen_toks in the harness's gen_kwargs), or raise max_length if the network allows it."
             )
         any_token = 1 if self.denoiser.mask_id == 0 else 0  # a placeholder; [MASK] would be refused
         return self.gap(before, [any_token] * length, after)

@@ -296,6 +296,13 @@ def test_what_config_and_tokenizer_show_is_found_before_the_first_is_loaded(othe
     assert f"--compare {other}" in str(raised.value)
 
 
+@pytest.mark.parametrize("others", [["--model_args", "demo-ar"], ["--model_args", "demo-mdm", "--compare", "demo-ar"]])
+def test_a_missing_estimator_is_a_wrong_argument(texts, others):
+    with pytest.raises(SystemExit) as raised:
+        command(["score", texts, *others])
+    assert raised.value.code == 2
+
+
 @pytest.mark.parametrize(
     ("other", "named"), [("rule=margin,", "comma"), ("margin", "rule=margin"), ("rule=gredy", "greedy")]
 )

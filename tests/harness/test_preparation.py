@@ -68,6 +68,7 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"model_args": {"rule": "gredy"}}, "greedy"),
         (["sotu"], {"limit": 0.0}, "--limit"),
         (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
+        (["sotu"], {"use_cache": "runs/"}, "--use_cache"),
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
     ],
 )

@@ -91,6 +91,17 @@ def test_every_arg_of_the_harness_is_refused_by_its_name():
             Duel.from_pretrained("no such checkpoint", **{name: "x"})
 
 
+def test_an_error_on_arguments_names_the_method_and_the_argument_as_users_know_them():
+    for method in ("sample", "replay", "log_prob"):
+        with pytest.raises(TypeError, match=rf"Duel\.{method}\("):
+            getattr(Duel(Toy(), block=4), method)()
+    duel = Duel.from_pretrained("demo-mdm", device="cpu")
+    with pytest.raises(DuelError, match=r"\blength of Duel\.sample"):
+        duel.sample(["We the"], length=5000)
+    with pytest.raises(DuelError, match="max_new_tokens"):
+        duel.generate(["We the"], max_new_tokens=5000)
+
+
 def test_a_name_is_no_network_and_neither_a_function_nor_a_class_is_a_rule():
     for arguments, named in (
         (("demo-mdm",), "from_pretrained"),
