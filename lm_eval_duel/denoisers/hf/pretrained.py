@@ -23,7 +23,7 @@ from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf import weights
-from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hf.families import NAMED, Family
 from lm_eval_duel.denoisers.hf.weights import CONFIG_KEY
 from lm_eval_duel.denoisers.hub import QUIET, SHOWN, pick_dtype, read_tensors, require_none
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -156,6 +156,14 @@ def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], o
     denoiser.family = family.name
     denoiser.last_block = options.last_block
     denoiser.attention = options.attention or family.attention
+    # as a causal network, it is scored by estimator=ar; classes outside the table may be trained with any attention
+    if denoiser.attention not in ("causal", family.attention) and family.name in NAMED:
+        log.warning(
+            "%s networks are trained with attention=%s; using attention=%s, which is another network",
+            family.name,
+            family.attention,
+            denoiser.attention,
+        )
     denoiser.shift = _shift(family, config, options)
     if denoiser.attention == "causal":
         denoiser.shift = 1
