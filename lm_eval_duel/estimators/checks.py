@@ -17,6 +17,7 @@ from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, documentation, first_position_unseen, random_tokens
+from lm_eval_duel.rules.scheduled import Dream
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -94,6 +95,22 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
             f"cannot describe. Save it to a file that the rule names, as in {documentation('rules.md')}."
         )
     rule.check_network(denoiser)
+
+
+def warn_of_blocks(rule: rules.Rule, block: int | None) -> None:
+    """Warn of blocks under Dream's schedule, whose sampler has none.
+
+    Within `seed_first` the rule is Fast-dLLM's sampler for Dream, which has blocks, and so has its threshold.
+    """
+    if not isinstance(rule, Dream) or rule.alg == "confidence_threshold" or block is None:
+        return
+    log.warning(
+        "rule=%s: Dream's diffusion_generate has no blocks, and with block=%d each block takes %d steps of its own, "
+        "which is another sampler. For Dream's, pass block=none",
+        rule,
+        block,
+        rule.steps,
+    )
 
 
 def check_every_order(denoiser: Denoiser, name: str) -> None:

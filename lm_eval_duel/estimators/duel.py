@@ -36,7 +36,7 @@ from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
+from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for, warn_of_blocks
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 OF_CANVASES = ("prediction", "temperatures")  # arguments that only networks with canvases read
@@ -74,6 +74,7 @@ class DuelEstimator(Estimator):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
+        warn_of_blocks(self.rule, self.block)
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]

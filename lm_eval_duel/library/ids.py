@@ -11,6 +11,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, counted, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
@@ -294,6 +295,11 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
     for key, value in arguments.items():
         if key in rules.PARAMETERS and key not in own_arguments(entry):
             raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
+        if key in NETWORK_ARGUMENTS and key not in own_arguments(entry):
+            raise DuelError(
+                f"'{key}' is an argument of the network: pass it where the network is loaded, as in "
+                f"load(NAME, {key}={value!r}), or to Duel.from_pretrained."
+            )
         if key not in own_arguments(entry):
             raise unknown("argument", key, own_arguments(entry), f"of estimator={entry.name}")
     return Options.parse({"estimator": entry.name, **arguments})

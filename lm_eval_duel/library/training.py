@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("lm_eval.duel_mdm")
+_named_choices: set[tuple[int, int, int]] = set()  # (texts that fit, texts, budget) of warnings
 
 # positional, or of a single Duel
 NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "estimator", "network", "arguments"}
@@ -71,7 +72,7 @@ def training_metrics(
         sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; the names
             are then "greedy,two_phase".
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
-            counts them. The first texts that fit are scored.
+            counts them. The first texts that fit are scored, and a warning says how many.
         name: The first part of the names.
 
     Raises:
@@ -137,6 +138,11 @@ def check_arguments(
         *inspect.signature(Duel.from_model).parameters,
         *in_memory.ARGUMENTS,
     }
+    if "estimator" in arguments:
+        raise DuelError(
+            "training_metrics has no argument 'estimator': it scores the sampler of each rule. For another one, call "
+            f"Duel.from_model(model, tokenizer, estimator={arguments['estimator']!r}).score(texts)."
+        )
     require_known("argument", arguments, names - NOT_ARGUMENTS, "of training_metrics")
     ways = []
     if sample is not None:
@@ -286,7 +292,10 @@ def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, 
             "larger budget, or cache='dual'."
         )
     if fitting < len(texts):
-        log.info("%d of %d texts fit token_budget=%d (%d network tokens)", fitting, len(texts), budget, tokens(fitting))
+        choice = (fitting, len(texts), budget)
+        level = logging.INFO if choice in _named_choices else logging.WARNING  # a loop chooses the same texts each time
+        _named_choices.add(choice)
+        log.log(level, "%d of %d texts fit token_budget=%d (%d network tokens)", *choice, tokens(fitting))
     return fitting
 
 

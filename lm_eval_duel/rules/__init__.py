@@ -188,6 +188,8 @@ def find(name: str) -> type[Rule]:
     """The class of a rule's name, alias, or `module:Name` of the user's own."""
     if ":" in name:
         return _users_rule(name)
+    if name.endswith(".py"):
+        raise _no_class(name)
     require_covered("rule", name)
     require_known("unmasking rule", [name], [*RULES, *ALIASES])
     return RULES[ALIASES.get(name, name)]
@@ -218,6 +220,17 @@ def _users_rule(name: str) -> type[Rule]:
     if not _is_rule(rule):
         raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
     return rule
+
+
+def _no_class(file: str) -> DuelError:
+    """The error for a rule's file without the rule's name: it names the rules that the file defines, if it runs."""
+    folder, module_name = _folder_and_module(file)
+    try:
+        known = _rules_of(_imported(file, folder, module_name))
+    except Exception:  # the error of the file itself is shown once a rule in it is named
+        known = []
+    listed = f" Rules in it: {', '.join(known)}." if known else ""
+    return DuelError(f"'{file}' is a file, not a rule: write {file}:{known[0] if known else 'Name'}.{listed}")
 
 
 def _folder_and_module(file: str) -> tuple[str, str]:

@@ -417,3 +417,19 @@ def test_a_suffix_that_only_the_last_block_sees_is_named(caplog):
     estimator.log_prob([long])
     [record] = caplog.records
     assert record.args == (1, 2, 3)  # one window of the two with a suffix, blocks of 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "block", "is_named"),
+    [
+        ("dream:alg=entropy:steps=2", 2, True),
+        ("dream:alg=entropy:steps=2", None, False),
+        ("dream:alg=entropy:steps=2:seed_first=true", 2, False),  # Fast-dLLM's sampler for Dream has blocks
+        ("dream:alg=confidence_threshold:steps=2:tau=0.5", 2, False),
+        ("greedy", 2, False),
+    ],
+)
+def test_blocks_of_a_sampler_without_blocks_are_named(rule, block, is_named, caplog):
+    DuelEstimator(Toy(), rule, block)
+    named = [record.args[0] for record in caplog.records]
+    assert list(map(str, named)) == [rule] * is_named

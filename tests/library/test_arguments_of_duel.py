@@ -193,3 +193,9 @@ def test_planned_tokens_are_the_positions_of_a_run(cache, monkeypatch):
     duel.score(texts)
     assert planned_tokens(duel, texts) == sum(positions)
     assert planned_tokens(duel, []) == 0
+
+
+def test_arguments_of_the_network_are_refused_once_it_is_loaded():
+    for arguments in ({"cache": "dual"}, {"dtype": "float32"}, {"estimator": "elbo", "cache": "dual"}):
+        with pytest.raises(DuelError, match=r"'(cache|dtype)'.*load"):
+            Duel(Toy(), **arguments)

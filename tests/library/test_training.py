@@ -84,6 +84,9 @@ def test_the_cost_is_known_before(model, caplog):
     budget = sum(evaluated[:2]) + 1
     metrics = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=budget)
     assert metrics == training_metrics(model, tiny.tokenizer(), TEXTS[:2], block=3)
+    training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=budget)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING and 2 in record.args]
+    assert len(warnings) == 1  # a loop scores the same texts each time
     assert f"2 of 4 texts fit token_budget={budget} ({sum(evaluated[:2])} network tokens)" in caplog.text
     with pytest.raises(
         DuelError, match=f"The first text takes {evaluated[0]} network tokens, more than token_budget=5"
@@ -186,6 +189,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"token_budget": math.nan}, "token_budget.*nan"),
         ({"autocast": "bfloat16"}, "torch.bfloat16, or None; got 'bfloat16'"),
         ({"token_budget": 0}, "token_budget.*0"),
+        ({"estimator": "elbo"}, "'estimator'.*from_model"),
     ):
         with pytest.raises(DuelError, match=named):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})

@@ -1,6 +1,7 @@
 """Rules: text form, close picks, and independence of the length for `random`; errors are in test_options.py."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import custom_rules
@@ -86,6 +87,11 @@ def test_a_rule_may_be_named_by_its_file(tmp_path):
     for text, message in ((f"{tmp_path}/no.py:Stalls", "No file"), (f"{tmp_path}/random.py:Stalls", "another name")):
         with pytest.raises(DuelError, match=message):
             rules.parse(text)
+    for text in (f"{file}", f"{file}:mu=0.2"):
+        with pytest.raises(DuelError, match=re.escape(f"{file}:") + ".*Stalls"):
+            rules.parse(text)
+    with pytest.raises(DuelError, match="No file"):
+        rules.parse(f"{tmp_path}/no.py")
 
 
 # ---------------------------------------------------------------- picks
