@@ -28,7 +28,8 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,9 @@ class Writer:
 
     It is opened before a checkpoint is read; `begin` writes its first line, which describes the checkpoint. A last line
     that was cut off is dropped. Lines are written whole, so two runs may share a file; on a full disk they wait.
+
+    One process that resumes a run of several, whose files of ranks hold the windows so far, makes its own file with
+    the first window that it scores.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
@@ -66,6 +70,10 @@ class Writer:
         file = self.path
         if ranks > 1:
             file = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
+        self.place = file
+        self.header: dict[str, Any] | None = None  # the first line, until it is written
+        self.resumes_ranks = ranks == 1 and not file.exists() and bool(_files_of_ranks(self.path))
+        self.file: FileIO | None = None
         self.written: dict[str, Any] | None = None  # the first line of a trace that goes on
         try:
             if file.exists() and not _is_cut_header(file):
@@ -76,6 +84,10 @@ class Writer:
                 with file.open("rb") as lines, mmap(lines.fileno(), 0, access=ACCESS_READ) as content:
                     end_of_last_line = content.rfind(b"\n") + 1
                 self.file.truncate(end_of_last_line)
+            elif self.resumes_ranks:  # it can be made, and is made again
+                self.file.close()
+                self.file = None
+                file.unlink()
         except OSError as error:
             remedy = "Name a file in a folder that can be written."
             raise DuelError(f"The trace {path} cannot be written: {error}. {remedy}") from None
@@ -83,23 +95,42 @@ class Writer:
     def begin(self, header: dict[str, Any]) -> None:
         """Write the first line, or continue a trace of the same spec; raises DuelError for one of another."""
         if self.written is None:
-            self.write([{"duel_trace": FORMAT, **header}])
+            self.header = {"duel_trace": FORMAT, **header}
+            if not self.resumes_ranks:
+                self._write_header()
             return
         for key in ("fingerprint", "rules", "lattice_rule_code"):
             if self.written.get(key) != header.get(key):
                 raise DuelError(
-                    f"The trace {self.file.name} was written under another spec ({key} {self.written.get(key)}; "
+                    f"The trace {self.place} was written under another spec ({key} {self.written.get(key)}; "
                     f"this run's is {header.get(key)}). Name another file, or delete it."
                 )
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Write the windows of one request, after the lines that wait."""
+        lines = list(records)
+        if lines:
+            self._write_header()
+        self._write_lines(lines)
+
+    def _write_header(self) -> None:
+        """Write the first line, if it is not written."""
+        if self.header is not None:
+            header = self.header
+            self.header = None
+            self._write_lines([header])
+
+    def _write_lines(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Write lines after those that wait."""
         was_full = bool(self.waiting)
-        for record in records:
-            line = json.dumps(finite(record), allow_nan=False)
+        for each in lines:
+            line = json.dumps(finite(each), allow_nan=False)
             self.waiting.append(f"{line}\n".encode())
         try:
+            if self.waiting and self.file is None:
+                self.file = self.place.open("ab", buffering=0)
             while self.waiting:
+                assert self.file is not None
                 text = self.waiting[0]
                 written = self.file.write(text)
                 if written < len(text):  # a disk that fills up takes a part of a line
@@ -110,7 +141,7 @@ class Writer:
             if not was_full:
                 log.error(
                     "%s cannot be written (%s): the run continues, and lines wait in memory until there is room",
-                    self.file.name,
+                    self.place,
                     error,
                 )
 
@@ -118,7 +149,7 @@ class Writer:
         """Write the lines that wait, or log how many are lost if the run ends now."""
         self.write([])
         if self.waiting:
-            log.error("%d lines could not be written to %s", len(self.waiting), self.file.name)
+            log.error("%d lines could not be written to %s", len(self.waiting), self.place)
 
 
 INFINITE = {  # what null stands for
@@ -251,8 +282,7 @@ def spec(path: str | Path) -> dict[str, Any]:
 def _files(path: str | Path) -> list[Path]:
     """The files of a trace, all of one spec, the one that was written last at the end."""
     path = Path(path)
-    of_a_rank = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
-    candidates = [path, *sorted(path.parent.glob(of_a_rank))]
+    candidates = [path, *_files_of_ranks(path)]
     files = [file for file in candidates if file.is_file()]
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     if not files:
@@ -267,6 +297,12 @@ def _files(path: str | Path) -> list[Path]:
     if len(fingerprints) > 1:
         raise DuelError(f"The files of trace {path} have different specs ({', '.join(listed)}). Delete the old ones.")
     return files
+
+
+def _files_of_ranks(path: Path) -> list[Path]:
+    """The files beside a trace that several processes have written."""
+    of_a_rank = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
+    return sorted(path.parent.glob(of_a_rank))
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -167,6 +167,22 @@ def test_the_files_of_all_ranks_are_one_trace_in_which_a_document_scored_again_i
         trace.read(tmp_path / "t.jsonl")
 
 
+def test_one_process_that_resumes_several_and_scores_nothing_leaves_no_file(tmp_path):
+    path = tmp_path / "t.jsonl"
+    line = {"task": "t", "doc": 0, "request": 0, "window": 0}
+    for rank in range(2):
+        writer(path, HEADER, rank, 2).write([{**line, "doc": rank}])
+    resumed = writer(path, HEADER)
+    resumed.flush()
+    assert not path.exists()
+    assert [window["doc"] for window in trace.read(path)] == [0, 1]
+    resumed.write([{**line, "doc": 2}])
+    resumed.write([{**line, "doc": 3}])
+    assert [window["doc"] for window in trace.read(path)] == [0, 1, 2, 3]
+    writer(path, HEADER).write([{**line, "doc": 4}])  # the file goes on
+    assert [window["doc"] for window in trace.read(path)] == [0, 1, 2, 3, 4]
+
+
 def test_what_is_no_trace(tmp_path):
     with pytest.raises(DuelError, match=r"There is no trace .*none.jsonl; write one with --model_args trace="):
         trace.read(tmp_path / "none.jsonl")
