@@ -22,28 +22,39 @@ def board(folder, *words):
     return reports.collect(parse([str(folder), "--page", "--out", "unused", *words]))
 
 
-def cells_of(page_text):
-    """The cells of each row below the heading of differences."""
-    [section] = re.findall('<section class="differences">(.*?)</section>', page_text, re.DOTALL)
-    rows = re.findall('<tr class="row">(.*?)</tr>', section, re.DOTALL)
-    return [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+def differences_of(page_text):
+    """The heading and the cells of each table of differences on a page."""
+    tables = {}
+    for section in re.findall('<section class="differences">(.*?)</section>', page_text, re.DOTALL):
+        [heading] = re.findall("<h2>(.*?)</h2>", section)
+        rows = re.findall('<tr class="row">(.*?)</tr>', section, re.DOTALL)
+        tables[heading] = [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+    return tables
 
 
-@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.parametrize("count", [2, 6])
 def test_the_page_has_the_differences_of_the_report(tmp_path, count):
-    """All of them, in the same order, and what the sign means; many are folded."""
-    hf(tmp_path, docs=docs("sotu", shift=-9))
+    """Those of every task, in the same order, and what the sign means; many are folded."""
+    tasks = ("sotu", "news")
+    hf(tmp_path, docs=docs(*tasks, shift=-9))
     for n in range(count):
-        ours(tmp_path, docs=docs("sotu", shift=5 * n), rule=f"greedy:k={n + 1}")
+        ours(tmp_path, docs=docs(*tasks, shift=5 * n), rule=f"greedy:k={n + 1}")
     content = board(tmp_path, "--pairs", "all")
-    table = columns.differences(content.tasks["sotu"])
     shown = page.html(content, None)
-    assert len(table.rows) == math.comb(count + 1, 2)
-    assert cells_of(shown) == table.rows
-    assert ("<details open>" in shown) == (len(table.rows) <= page.MOST_PAIRS)
-    assert shown.count(columns.SIGN) == 1 == shown.count(columns.SINGLE)
+    expected = {}
+    for name, task in content.tasks.items():
+        table = columns.differences(task)
+        assert len(table.rows) == math.comb(count + 1, 2)
+        expected[f"{name}: {table.title}"] = table.rows
+    assert len(expected) == len(tasks) and differences_of(shown) == expected
+    is_short = math.comb(count + 1, 2) <= page.MOST_PAIRS
+    assert shown.count("<details open>") == len(tasks) * is_short
+    assert shown.count(columns.SIGN) == len(tasks) == shown.count(columns.SINGLE)
+    assert shown.count("Ranks are by value") == 1
+
     without = page.html(board(tmp_path, "--pairs", "none"), None)
-    assert columns.SIGN not in without and "Ranks are by value" in shown and "Ranks are by value" not in without
+    assert differences_of(without) == {}
+    assert "Ranks are by value" not in without
 
 
 def test_the_sign_of_differences_is_explained_below_every_table_of_them(tmp_path):
