@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.core.decision import Decision
+from lm_eval_duel.core.decision import Decision, UnmaskingRule
 from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, is_coarse, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules.base import Rule
@@ -47,7 +47,7 @@ def with_checks(rule: Rule, counts: Counts, network: Network) -> Rule:
     return rule
 
 
-def repeat_last(rule: Rule) -> None:
+def repeat_last(rule: UnmaskingRule) -> None:
     """Ask a user's rule, inside others perhaps, for its last decision again; raises InconsistentOutput."""
     while isinstance(rule, Around):
         if isinstance(rule, Checked):
