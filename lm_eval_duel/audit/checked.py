@@ -70,9 +70,10 @@ class CheckedWindow:
         return self.again.route != ALONE
 
     @property
-    def both_zero(self) -> bool:
-        """True if the probability is 0 in both: they are equal, whatever either computes of the other tokens."""
-        return self.log_prob == self.again.log_prob == -math.inf
+    def all_zero(self) -> bool:
+        """True if the run has no finite value here, of the window or of a token: equal zeros say nothing."""
+        tokens = self.score.token_logprobs if self.score is not None else ()
+        return not any(map(math.isfinite, (self.log_prob, *tokens)))
 
     @property
     def problems(self) -> list[str]:

@@ -71,7 +71,7 @@ class Audit:
     @property
     def _held_to_the_reference(self) -> list[CheckedWindow]:
         """The windows whose value the reference could have contradicted."""
-        return [each for each in self.checked if each.independent and not each.both_zero]
+        return [each for each in self.checked if each.independent and not each.all_zero]
 
     @property
     def verdict(self) -> str:
@@ -116,8 +116,8 @@ class Audit:
         for each in self.checked:
             if not each.independent:
                 reasons[each.again.why_alone] += 1
-            elif each.both_zero:
-                reasons["probability 0 in the run and by the reference"] += 1
+            elif each.all_zero:
+                reasons["all its probabilities are 0 in the run"] += 1
         for reason, count in reasons.items():
             missing.append(f"{counted(count, 'window')} ({reason})")
         return missing
