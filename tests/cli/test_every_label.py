@@ -36,7 +36,7 @@ def model(spec=None, text=None, estimator=None, **network):
         spec=spec,
         text=SimpleNamespace(**text),
         estimator=SimpleNamespace(**estimator),
-        tokenizer=SimpleNamespace(convert_ids_to_tokens=NAMES.get),
+        tokenizer=SimpleNamespace(convert_ids_to_tokens=NAMES.get, mask_token_id=4),
     )
 
 
