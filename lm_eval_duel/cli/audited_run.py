@@ -111,7 +111,7 @@ class Audit:
         missing = list(self.not_compared)
         by_own_rule = sum(each.again.route == RUNS_RULE for each in self.checked)
         if by_own_rule:
-            missing.append(f"how the rule decides (in {counted(by_own_rule, 'window')} its own code decided twice)")
+            missing.append(f"how the rule decides (both sides run its own code, in {counted(by_own_rule, 'window')})")
         reasons = Counter[str]()
         for each in self.checked:
             if not each.independent:

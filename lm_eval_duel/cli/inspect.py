@@ -78,11 +78,13 @@ def _parameters(quantized: bool, count: int | None) -> str:
 
 def _mask(lm: DuelMDM) -> str:
     """The mask token, or why there is none."""
+    from lm_eval_duel.denoisers.vocabulary import another_mask
+
     denoiser = lm.denoiser
     if denoiser.mask_id is not None:
         mask = _token(lm.tokenizer, denoiser.mask_id)
-        of_tokenizer = lm.tokenizer.mask_token_id
-        if of_tokenizer in (None, denoiser.mask_id):
+        of_tokenizer = another_mask(denoiser.mask_id, lm.tokenizer)
+        if of_tokenizer is None:
             return mask
         return f"{mask}; the tokenizer's own is {_token(lm.tokenizer, of_tokenizer)}, which counts as a token"
     if denoiser.attention == "causal":

@@ -90,10 +90,16 @@ def find_mask_id(
     return mask_id
 
 
+def another_mask(mask_id: int | None, tokenizer: Any | None) -> int | None:
+    """The [MASK] that the tokenizer names, if it is not that of the network; None if either has none."""
+    of_tokenizer: int | None = getattr(tokenizer, "mask_token_id", None)
+    return None if mask_id is None or of_tokenizer == mask_id else of_tokenizer
+
+
 def warn_of_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> None:
     """Warn if a network's [MASK] is not the one that the tokenizer names."""
-    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
-    if tokenizer is None or mask_id is None or of_tokenizer in (None, mask_id):
+    of_tokenizer = another_mask(mask_id, tokenizer)
+    if tokenizer is None or of_tokenizer is None:
         return
     log.warning(
         "%s is scored with mask_token_id=%s (%r), and the tokenizer's [MASK] is %s (%r), which counts as a token",

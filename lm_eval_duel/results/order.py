@@ -80,10 +80,8 @@ def _with_documents_first(rows: list[Row]) -> list[Row]:
 
 def are_equal(metrics: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """True if two results have the same value in every metric that both have."""
-    equal = True
-    for metric in metrics.keys() & others.keys():
-        equal &= math.isclose(metrics[metric], others[metric], rel_tol=SAME)
-    return equal
+    in_both = metrics.keys() & others.keys()
+    return all(math.isclose(metrics[metric], others[metric], rel_tol=SAME) for metric in in_both)
 
 
 def identity(row: Row) -> tuple:

@@ -229,8 +229,12 @@ def _no_class(file: str) -> DuelError:
         known = _rules_of(_imported(file, folder, module_name))
     except Exception:  # the error of the file itself is shown once a rule in it is named
         known = []
-    listed = f" Rules in it: {', '.join(known)}." if known else ""
-    return DuelError(f"'{file}' is a file, not a rule: write {file}:{known[0] if known else 'Name'}.{listed}")
+    name = "Name"
+    listed = ""
+    if known:
+        name = known[0]
+        listed = f" Rules in it: {', '.join(known)}."
+    return DuelError(f"'{file}' is a file, not a rule: write {file}:{name}.{listed}")
 
 
 def _folder_and_module(file: str) -> tuple[str, str]:

@@ -53,7 +53,7 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
 }
 
 
-NOT_COMPARED = {"rule=random,block=4": "how the rule decides (in 1 window its own code decided twice)"}
+NOT_COMPARED = {"rule=random,block=4": "how the rule decides (both sides run its own code, in 1 window)"}
 
 
 PLAIN_RUNS = [  # a rule, two kinds of draws

@@ -80,6 +80,7 @@ LABELS = [  # what a model is, a label, and words of what it says, or None if th
     ({"mask_id": None}, "all-mask starts", None),
     ({"mask_id": None}, "mask", "none: the noise is random tokens"),
     ({"mask_id": 7}, "mask", "7, which is no token"),
+    ({"mask_id": 3}, "mask", "3 '[SEP]'; the tokenizer's own is 4 '[MASK]', which counts as a token"),
     ({"attention": "block_causal", "block": 4}, "attention", "block_causal, trained on blocks of 4"),
     ({"attention": "block_causal"}, "padding", "later blocks"),
     ({"attention": "causal_prefix"}, "padding", "later blocks"),
