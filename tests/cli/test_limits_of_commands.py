@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
+from lm_eval_duel.audit.checked import ALONE, RUNS_RULE, CheckedWindow, Recomputed
 from lm_eval_duel.cli import audit, audited_run, generate, inspect, run, score, timing
 from lm_eval_duel.cli.audited_run import Audit
 from lm_eval_duel.core.float_noise import nats_tolerance
@@ -119,6 +119,8 @@ def test_nothing_checked_is_no_pass():
     assert zero.unchecked and zero.verdict.startswith("NOTHING CHECKED: 1 window")
     one_of_two = Audit("float32", checked=[*zero.checked, checked(1)])
     assert not one_of_two.unchecked and "1 window with the reference" in one_of_two.verdict
+    by_its_own_rule = Audit("float32", checked=[checked(0, route=RUNS_RULE)])
+    assert "Not compared: how the rule decides (both sides run its own code, in 1 window)." in by_its_own_rule.verdict
     infinite_in_the_run = Audit("float32", checked=[checked(0, run=-math.inf)])
     assert infinite_in_the_run.verdict.startswith("FAIL")
 
