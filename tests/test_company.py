@@ -15,8 +15,8 @@ from laws import numbers, slow_but
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Toy
 
 from lm_eval_duel import Duel
+from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import Budget
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Guided

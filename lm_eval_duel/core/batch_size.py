@@ -1,28 +1,74 @@
-"""The size of a network call before the first one: as given, or found by trial.
-
-Shapes: N windows.
-"""
+"""The size of a network call: as given or found by trial before the first one, and halved when memory runs out."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 
 import torch
 
 from lm_eval_duel.arguments import COUNT
+from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
-from lm_eval_duel.core.reveal import Budget, free
+from lm_eval_duel.core.network import Evaluator
 from lm_eval_duel.core.windows import Window
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 CPU_TOKENS = 2048  # network tokens of a call: more were not faster on any CPU we tried, and take more memory
 GPU_TOKENS = 1 << 14, 1 << 18  # the first and the last trial: more are not faster
+VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
 
 _largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class Budget:
+    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
+
+    tokens: int
+    values: int = VALUES
+    halved: bool = False
+
+    def rows(self, cost: int, values: int = 0) -> int:
+        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
+        fits = self.tokens // max(cost, 1)
+        if values:
+            fits = min(fits, self.values // values)
+        return max(1, fits)
+
+    def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
+        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
+        denoiser = view.denoiser
+        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
+        width = max(part.masked.shape[1] for part in lanes)
+        values = view.carries * width
+        if not denoiser.splits_head:  # logits at every position of a row
+            values += cost * denoiser.vocab_size
+        elif rule.dense_memory:  # those of two steps, and what is computed from them
+            values += 4 * width * denoiser.vocab_size
+        return self.rows(cost, values)
+
+    def halve(self, device: torch.device) -> None:
+        """Halve both after an out-of-memory error; logged once."""
+        if not self.halved:
+            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
+            self.halved = True
+        self.tokens = max(1, self.tokens // 2)
+        self.values = max(1, self.values // 2)
+        free(device)
+
+
+def free(device: torch.device) -> None:
+    """Release unused memory of the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- before the first call
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: a budget, accumulators, deferred signals.
+"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: draws, accumulators, deferred signals.
 
     while lanes:
         predictions = view(lanes)
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import operator
 import signal
 import threading
 import time
@@ -30,14 +31,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import torch
 
 from lm_eval_duel.core import row_checks
+from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.decision import Decision, UnmaskingRule, require_pick
-from lm_eval_duel.core.draws import Draw
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows
 from lm_eval_duel.core.network import Evaluated, Evaluator, without_autocast
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import STATISTICS, Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import LaneError
+from lm_eval_duel.errors import DuelError, LaneError
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
@@ -224,54 +226,38 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         raise type(error)(f"{error} {place}", window) from None
 
 
-# ---------------------------------------------------------------- budget
-# The size of a network call while a run goes on; core/batch_size.py finds the first one.
+# ---------------------------------------------------------------- draws
+# The tokens that a pick reveals when sampling. When scoring they are the targets.
 
 
-VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
+class Draw(Protocol):
+    """A source of tokens."""
+
+    def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+        """The tokens to reveal at `pick` (R, W), (R, W); -1 elsewhere."""
 
 
-@dataclasses.dataclass
-class Budget:
-    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
+class Draws:
+    """Samples (Algorithm 1). A draw is a function of the row's key, the position in the target and the seed."""
 
-    tokens: int
-    values: int = VALUES
-    halved: bool = False
+    def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
+        self.keys = torch.tensor(keys, device=device)  # (N,)
+        try:
+            self.seed = operator.index(seed)
+        except TypeError:
+            raise DuelError(f"'seed' is a whole number; got {seed!r}. Leave it out for 0.") from None
 
-    def rows(self, cost: int, values: int = 0) -> int:
-        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
-        fits = self.tokens // max(cost, 1)
-        if values:
-            fits = min(fits, self.values // values)
-        return max(1, fits)
-
-    def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
-        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
-        denoiser = view.denoiser
-        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
-        width = max(part.masked.shape[1] for part in lanes)
-        values = view.carries * width
-        if not denoiser.splits_head:  # logits at every position of a row
-            values += cost * denoiser.vocab_size
-        elif rule.dense_memory:  # those of two steps, and what is computed from them
-            values += 4 * width * denoiser.vocab_size
-        return self.rows(cost, values)
-
-    def halve(self, device: torch.device) -> None:
-        """Halve both after an out-of-memory error; logged once."""
-        if not self.halved:
-            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
-            self.halved = True
-        self.tokens = max(1, self.tokens // 2)
-        self.values = max(1, self.values // 2)
-        free(device)
+    def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+        position = lanes.columns - lanes.origin[:, None]  # (R, W)
+        u = uniform(self.keys[lanes.row][:, None], position, self.seed)  # (R, W)
+        return predictions.draw(torch.where(pick, u, math.nan))
 
 
-def free(device: torch.device) -> None:
-    """Release unused memory of the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+class Argmax:
+    """The most probable tokens: what `is_greedy` promises."""
+
+    def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+        return torch.where(pick, predictions.argmax, -1)
 
 
 # ---------------------------------------------------------------- accumulators

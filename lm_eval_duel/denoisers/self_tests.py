@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel.core.batch_size import VALUES, free
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.float_noise import (
     CAUSES,
@@ -25,7 +26,6 @@ from lm_eval_duel.core.float_noise import (
     random_rows,
     spread,
 )
-from lm_eval_duel.core.reveal import VALUES, free
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError
 

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from lm_eval_duel.core.batch_size import plan
+from lm_eval_duel.core.batch_size import Budget, plan
 from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.core.reveal import Accumulator, BlockSpan, Budget, Reveal, WindowGroup
+from lm_eval_duel.core.reveal import Accumulator, BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score, Value
 from lm_eval_duel.core.windows import Window

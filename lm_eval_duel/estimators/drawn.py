@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.draws import Draw, Draws
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions, top_of
+from lm_eval_duel.core.reveal import Draw, Draws
 from lm_eval_duel.denoisers.filters import Warp
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments

@@ -26,11 +26,10 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import declared, whole
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.draws import Argmax, Draw, Draws
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import BlockSpan, ScoreAccumulator, WindowGroup, naming_window
+from lm_eval_duel.core.reveal import Argmax, BlockSpan, Draw, Draws, ScoreAccumulator, WindowGroup, naming_window
 from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError

@@ -21,10 +21,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lm_eval_duel.arguments import COUNT
+from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.denoiser import Denoiser, View
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import without_autocast
-from lm_eval_duel.core.reveal import Budget, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay, fixed_states

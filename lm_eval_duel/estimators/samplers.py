@@ -45,9 +45,8 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.draws import Argmax, Draw
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import Step, WindowGroup
+from lm_eval_duel.core.reveal import Argmax, Draw, Step, WindowGroup
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score, known_sum
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError

@@ -32,9 +32,10 @@ from typing import Any, Final, cast
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
-from lm_eval_duel.core.reveal import BlockSpan, Budget, WindowGroup
+from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Kind, PhaseCounts, Score, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache

@@ -15,9 +15,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from lm_eval_duel.core.batch_size import GPU_TOKENS
+from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.reveal import Budget
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, documentation, naming, require_known
 from lm_eval_duel.estimators import registry

@@ -16,11 +16,11 @@ from golden import answer
 from toys import Toy
 
 from lm_eval_duel.core import float_noise, row_checks, windows
-from lm_eval_duel.core.batch_size import plan
+from lm_eval_duel.core.batch_size import Budget, plan
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.core.float_noise import difference, drawn, magnitude
 from lm_eval_duel.core.lanes import blocks, groups
-from lm_eval_duel.core.reveal import Budget, Interrupted
+from lm_eval_duel.core.reveal import Interrupted
 from lm_eval_duel.core.row_checks import Drift, LaneCheck, Mean, RowChecks
 from lm_eval_duel.core.scores import Counts, Kind, Sample, Score, Value, perplexity, ratio, weaker
 from lm_eval_duel.core.windows import Window

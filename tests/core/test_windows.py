@@ -6,7 +6,7 @@ import pytest
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from toys import BlockCausal, Causal, Toy
 
-from lm_eval_duel.core.reveal import Budget
+from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.windows import Window, independent, infilled, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator

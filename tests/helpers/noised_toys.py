@@ -7,9 +7,8 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.core.denoiser import Positions, View
+from lm_eval_duel.core.denoiser import NoiseView, Positions, View
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
-from lm_eval_duel.core.noise_view import NoiseView
 
 
 class ConditionedView(NoiseView):

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import transformers
 
-from lm_eval_duel.core.denoiser import Positions, View, distinct
+from lm_eval_duel.core.denoiser import NoiseView, Positions, View, distinct
 from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.noise import NoiseTraining, Uniform, as_plugin, masked_tokens
-from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf.families import Family
