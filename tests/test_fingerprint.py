@@ -356,7 +356,7 @@ def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
         (tmp_path / f"rule_{name}.py").write_text(f"from base_{name} import Base\nclass Mine(Base):\n    pass\n")
         rule = rules.parse(f"rule_{name}:Mine")
         found.append(fingerprint.code_of(type(rule)))
-        assert DuelEstimator(Toy(), rule).describe()["rule_code"] == found[-1]
+        assert DuelEstimator(Toy(), rule, "auto").describe()["rule_code"] == found[-1]
         (tmp_path / f"base_{name}.py").write_text(f"{base}  # {name} again")
         assert fingerprint.code_of(type(rule)) != found[-1]
     assert found[0] != found[1]

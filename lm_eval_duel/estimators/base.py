@@ -81,7 +81,7 @@ class Estimator(abc.ABC):
     def __init__(
         self,
         denoiser: Denoiser,
-        block: int | str | None = "auto",
+        block: int | str | None,
         grid: str = "auto",
         batch_size: int | Budget | None = None,
         max_batch_size: int | None = None,

@@ -62,8 +62,8 @@ class DuelEstimator(Estimator):
     def __init__(
         self,
         denoiser: Denoiser,
-        rule: str | rules.Rule = "greedy",
-        block: int | str | None = "auto",
+        rule: str | rules.Rule,
+        block: int | str | None,
         arguments: CommitOnceArguments | None = None,
         **layout: Any,
     ):

@@ -52,8 +52,8 @@ class DuelSeeds(DuelEstimator):
     def __init__(
         self,
         denoiser: Denoiser,
-        rule: str | rules.Rule = "greedy",
-        block: int | str | None = "auto",
+        rule: str | rules.Rule,
+        block: int | str | None,
         arguments: SeedsArguments | None = None,
         **layout: Any,
     ):

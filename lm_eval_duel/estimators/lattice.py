@@ -62,7 +62,7 @@ class Lattice(Estimator):
     def __init__(
         self,
         denoiser: Denoiser,
-        block: int | str | None = "auto",
+        block: int | str | None,
         arguments: LatticeArguments | None = None,
         *,
         estimator: str = "mixture",

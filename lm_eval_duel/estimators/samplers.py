@@ -79,7 +79,7 @@ TABLE = 1 << 24  # values of a chunk's tables: 128 MiB
 class SetSampler(Estimator):
     """A sampler whose texts have many orders, and whose next step depends only on the set of masked positions."""
 
-    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **layout: Any):
+    def __init__(self, denoiser: Denoiser, block: int | str | None, **layout: Any):
         check_every_order(denoiser, self.name)
         super().__init__(denoiser, block=block, **layout)
         check_block(self.name, self.block, only=denoiser.block is not None)
@@ -262,13 +262,12 @@ class SampledConfidence(SetSampler, DuelEstimator):
     def __init__(
         self,
         denoiser: Denoiser,
-        block: int | str | None = "auto",
+        block: int | str | None,
         arguments: ConfidenceArguments | None = None,
         **layout: Any,
     ):
-        super().__init__(denoiser, block, **layout)
         self.arguments = arguments or ConfidenceArguments()
-        self.rule = BestDrawn.from_arguments(denoiser, self.arguments)
+        super().__init__(denoiser, block, rule=BestDrawn.from_arguments(denoiser, self.arguments), **layout)
 
     def describe(self) -> dict[str, object]:
         return {**Estimator.describe(self), **self.arguments.describe()}
@@ -411,7 +410,7 @@ class SampledOrder(SetSampler):
     def __init__(
         self,
         denoiser: Denoiser,
-        block: int | str | None = "auto",
+        block: int | str | None,
         arguments: OrderArguments | None = None,
         **layout: Any,
     ):

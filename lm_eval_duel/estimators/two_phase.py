@@ -74,8 +74,8 @@ class TwoPhase(Estimator):
     def __init__(
         self,
         denoiser: Denoiser,
-        rule: str | rules.Rule = "greedy",
-        block: int | str | None = "auto",
+        rule: str | rules.Rule,
+        block: int | str | None,
         arguments: TwoPhaseArguments | None = None,
         *,
         cache: str | None = None,

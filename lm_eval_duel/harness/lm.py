@@ -237,15 +237,8 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # ------------------------------------------------------------ ranks
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """The objects of all ranks, on rank `dst`; the statistics travel along.
-
-        lm-eval gathers samples and metrics only after all requests are answered, so every call brings the same ones.
-        """
-        gathered = self.ranks.gather_object((obj, self.evaluation.summary()), dst)
-        if gathered is None:
-            return None
-        self.evaluation.gathered = [summary for _, summary in gathered]
-        return [obj for obj, _ in gathered]
+        """The objects of all ranks, on rank `dst`."""
+        return self.evaluation.gather(obj, dst)
 
     # ------------------------------------------------------------ text
 

@@ -253,6 +253,17 @@ class Evaluation:
             phases=phases,
         )
 
+    def gather(self, obj: Any, dst: int) -> list[Any] | None:
+        """The objects of all ranks, on rank `dst`, which then has the statistics of all ranks, too.
+
+        lm-eval gathers samples and metrics only after all requests are answered, so every call brings the same ones.
+        """
+        of_ranks = self.ranks.gather_object((obj, self.summary()), dst)
+        if of_ranks is None:
+            return None
+        self.gathered = [summary for _, summary in of_ranks]
+        return [obj for obj, _ in of_ranks]
+
     def total(self) -> RunStats:
         """The statistics of all ranks, as far as they were gathered."""
         total = RunStats(ranks=0)

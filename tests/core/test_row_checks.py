@@ -186,7 +186,7 @@ def ordinary():
     yield DuelEstimator(Rotary(), "threshold:mu=0.5", 4, batch_size=2), ragged
     yield DuelEstimator(Toy(), "random", 4), ragged
     yield Autoregressive(Causal()), ragged
-    yield DuelEstimator(CausalPrefix(length=8), "greedy"), prefixed
+    yield DuelEstimator(CausalPrefix(length=8), "greedy", "auto"), prefixed
     yield Elbo(Toy(), ElboArguments(32)), ragged
     yield Lattice(Toy(), block=4), ragged
 

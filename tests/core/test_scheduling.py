@@ -71,7 +71,7 @@ def test_a_hash_that_collides_merges_nothing(monkeypatch):
 
 def test_all_blocks_of_a_window_go_in_one_pass():
     for k, passes in ((1, 5), (3, 3), (4, 2)):
-        duel = DuelEstimator(BlockCausal(4, length=32), f"greedy:k={k}")
+        duel = DuelEstimator(BlockCausal(4, length=32), f"greedy:k={k}", "auto")
         duel.log_prob(random_windows(3, 32, 32))
         assert duel.counts.forwards == passes  # ceil(4 / k) and one over the clean blocks
 
@@ -144,7 +144,7 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 
     monkeypatch.setattr(toy, "stream", count)
     monkeypatch.setattr(BlockCausalView, "_evaluate", spy)
-    duel = DuelEstimator(toy, rule, batch_size=8)
+    duel = DuelEstimator(toy, rule, "auto", batch_size=8)
     duel.log_prob(windows)
     lanes, positions = (sum(part) for part in zip(*live, strict=True))
     assert lanes >= 0.83 * positions

@@ -57,7 +57,7 @@ def test_budget_holds_both_limits():
 
 def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most():
     def tokens(**arguments):
-        return DuelEstimator(Toy(length=8), **arguments).budget.tokens
+        return DuelEstimator(Toy(length=8), "greedy", 4, **arguments).budget.tokens
 
     assert (tokens(), tokens(batch_size=2), tokens(max_batch_size=9)) == (2048, 16, 72)
     assert tokens(batch_size=9, max_batch_size=3) == 24

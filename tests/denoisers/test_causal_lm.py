@@ -33,7 +33,7 @@ WINDOWS = [
 def test_one_forward_a_window_and_the_head_at_scored_positions_only(family, name):
     denoiser = family(name).denoiser
     heads = []
-    duel = DuelEstimator(denoiser, "left_to_right", batch_size=1)
+    duel = DuelEstimator(denoiser, "left_to_right", "auto", batch_size=1)
     head = denoiser.model.get_output_embeddings()
     hook = head.register_forward_hook(lambda *call: heads.append(call[2][..., 0].numel()))
     assert [scored.nfe for scored in duel.log_prob(WINDOWS)] == [len(window.target) for window in WINDOWS]
@@ -47,7 +47,9 @@ def test_a_head_that_cannot_be_split_off_runs_with_the_rest(family, monkeypatch)
     monkeypatch.setattr(own_forward, "layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
     denoiser = load(right.path, right.options)
     assert not denoiser.splits_head and denoiser.layers is denoiser.model
-    same_scores(*(DuelEstimator(each, "left_to_right").log_prob(WINDOWS) for each in (denoiser, right.denoiser)))
+    same_scores(
+        *(DuelEstimator(each, "left_to_right", "auto").log_prob(WINDOWS) for each in (denoiser, right.denoiser))
+    )
 
 
 # ---------------------------------------------------------------- what is refused
@@ -86,7 +88,7 @@ def test_what_is_refused(tmp_path):
     denoiser = load(*written(tmp_path, "llama"))
     with torch.no_grad():
         denoiser.model.model.embed_tokens.weight[12] = float("nan")
-    duel = DuelEstimator(denoiser, "left_to_right")
+    duel = DuelEstimator(denoiser, "left_to_right", "auto")
     assert math.isfinite(duel.log_prob([Window((2, 6), (7, 9, 12))])[0].log_prob)
     with pytest.raises(NotFinite, match="Window 0, "):
         duel.log_prob([Window((2, 6), (7, 12, 9))])
@@ -94,7 +96,7 @@ def test_what_is_refused(tmp_path):
 
 def test_a_class_that_is_not_the_one_in_the_config(family, tmp_path, caplog):
     """No code of a checkpoint is run; transformers' class stands for its own only where they have one name."""
-    right = DuelEstimator(family("llama").denoiser, "left_to_right").log_prob(WINDOWS)
+    right = DuelEstimator(family("llama").denoiser, "left_to_right", "auto").log_prob(WINDOWS)
     (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
     cases = ("LLaMAForCausalLM", True), ("LlamaModel", False), ("OtherLM", False), ("OtherLM", True)
     for name, code in cases:
@@ -103,7 +105,7 @@ def test_a_class_that_is_not_the_one_in_the_config(family, tmp_path, caplog):
         if name == "OtherLM":
             refused(path, r"OtherLM.*trust_remote_code" if code else "OtherLM.*LlamaForCausalLM", **options)
         else:
-            same_scores(DuelEstimator(load(path, options), "left_to_right").log_prob(WINDOWS), right)
+            same_scores(DuelEstimator(load(path, options), "left_to_right", "auto").log_prob(WINDOWS), right)
     assert "is a LlamaModel; scoring it as transformers' LlamaForCausalLM" in caplog.text
 
 

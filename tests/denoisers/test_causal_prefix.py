@@ -31,16 +31,20 @@ CASE = CASES["nemotron-labs-diffusion"]
 
 def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     toy = CausalPrefix(length=12)
-    for make in (Elbo, partial(Lattice, estimator="mixture"), partial(Lattice, estimator="oracle")):
+    for make in (
+        Elbo,
+        partial(Lattice, block="auto", estimator="mixture"),
+        partial(Lattice, block="auto", estimator="oracle"),
+    ):
         with pytest.raises(DuelError, match="first_token=block"):
             make(toy)
     toy = CausalPrefix("block", length=12)
     window = Window((1,), (2, 0, 1, 1))
-    [score] = Lattice(toy, estimator="mixture").log_prob([window])
+    [score] = Lattice(toy, "auto", estimator="mixture").log_prob([window])
     mixture = score.log_prob
     mean = score.others["elbo_exact"].log_prob
     best = score.others["oracle"].log_prob
-    greedy = DuelEstimator(toy, "greedy").log_prob([window])[0].log_prob
+    greedy = DuelEstimator(toy, "greedy", "auto").log_prob([window])[0].log_prob
     assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
     drawn = Elbo(toy, ElboArguments(512)).log_prob([window])[0]
     assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
@@ -109,7 +113,7 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
     path, w = checkpoint
     denoiser = denoisers.load(path, device="cpu", first_token=first_token)
     assert denoiser.describe()["first_token"] == first_token
-    duel = DuelEstimator(denoiser, rule)
+    duel = DuelEstimator(denoiser, rule, "auto")
     for window, scored in zip(TEXTS, duel.log_prob(TEXTS), strict=True):
         nats, steps = generate(w, window, first_token == "causal", threshold)
         assert scored.near_ties == 0 and scored.reveal_steps == steps

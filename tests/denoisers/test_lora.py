@@ -106,7 +106,7 @@ def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind="dream"
     merged = base(tmp_path / "merged", kind, by_hand(tensors, lora, lambda module: 6 / 3))
     right = load(merged, family=f"d2f-{kind}")
     window = [Window((6, 7), (9, 30, 12))]
-    one, other = (DuelEstimator(denoiser, "greedy").log_prob(window)[0] for denoiser in (adapted, right))
+    one, other = (DuelEstimator(denoiser, "greedy", "auto").log_prob(window)[0] for denoiser in (adapted, right))
     assert one.token_logprobs == close_nats(other.token_logprobs)
     assert load(path, peft=lora, attention="bidirectional").family == kind  # the user decides
 

@@ -68,11 +68,11 @@ def test_bidirectional(networks, cache):
 @pytest.mark.parametrize(("rule", "length"), [(RULES[0], 24), (RULES[-1], 22)])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]
-    duel = DuelEstimator(denoiser, rule)
+    duel = DuelEstimator(denoiser, rule, "auto")
     setting = cost.Setting(denoiser, parse(rule), 8, "row")
     # one window a run: lanes of several windows may be packed with empty places
     for window in windows(length):
-        rows = counted(denoiser, DuelEstimator(denoiser, rule), [window])
+        rows = counted(denoiser, DuelEstimator(denoiser, rule, "auto"), [window])
         assert planned(setting.exact, [window]) == rows
     rows, tokens, nfe = counted(denoiser, duel, windows(length))
     least_rows, least_tokens, steps = planned(setting.exact, windows(length))
@@ -88,7 +88,7 @@ def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
     case = CASES[name]
     denoiser = load(write(tmp_path, case)[0], device="cpu", **case.options)
     for rule, context, target in (("greedy:k=1", 5, 11), ("left_to_right:k=2", 18, 8)):
-        duel = DuelEstimator(denoiser, rule)
+        duel = DuelEstimator(denoiser, rule, "auto")
         window = Window(range(6, 6 + context), range(6, 6 + target))
         setting = cost.Setting(denoiser, duel.rule, denoiser.block, duel.grid)
         assert planned(setting.exact, [window]) == counted(denoiser, duel, [window])

@@ -90,7 +90,7 @@ def test_where_a_value_comes_from():
     window = WINDOWS[0]
     values = ("oracle", "elbo_exact", "mixture")
     best, mean, mixture = (Lattice(toy, 4, estimator=value, traced=True).log_prob([window])[0] for value in values)
-    replayed = DuelEstimator(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
+    replayed = DuelEstimator(toy, "greedy", block=4, traced=True).replay([window], [best.reveal_steps])[0]
     assert replayed.log_prob == pytest.approx(best.log_prob, abs=1e-9)
     for name in ("token_logprobs", "confidence", "margin", "entropy"):
         assert getattr(best, name) == pytest.approx(getattr(replayed, name), abs=1e-9)

@@ -55,7 +55,7 @@ ORDER = SampledOrder
 ESTIMATORS = {
     "duel": partial(DuelEstimator, TOY, "greedy", 3),
     "duel, rows": partial(DuelEstimator, TOY, "threshold:mu=0.45", 3, grid="row", traced=True),
-    "duel, block-causal": partial(DuelEstimator, BLOCKS, "margin:k=2"),
+    "duel, block-causal": partial(DuelEstimator, BLOCKS, "margin:k=2", "auto"),
     "duel, rotary": partial(DuelEstimator, ROTARY, "entropy", None),
     "duel, cache": partial(DuelEstimator, Cached(ATTENDS, "dual"), "left_to_right:k=2", 3),
     "duel, memory": partial(DuelEstimator, TOY, "klass:mu=0.4:nu=0.3:history=2", 4),
@@ -65,7 +65,7 @@ ESTIMATORS = {
     "elbo, few draws": partial(Elbo, TOY, ElboArguments(4)),
     "elbo, block-causal": partial(Elbo, BLOCKS, ElboArguments(16)),
     "all orders": partial(Lattice, TOY, 4, LatticeArguments("greedy+threshold:mu=0.5"), estimator="mixture"),
-    "all orders, block-causal": partial(Lattice, BLOCKS, estimator="elbo_exact"),
+    "all orders, block-causal": partial(Lattice, BLOCKS, "auto", estimator="elbo_exact"),
     "all orders, rotary": partial(Lattice, ROTARY, 3, estimator="oracle"),
     "confidence": partial(CONFIDENCE, WARM, 3),
     "confidence, no temperature": partial(CONFIDENCE, TOY, 4),
@@ -81,19 +81,19 @@ ESTIMATORS = {
         CONFIDENCE, WARM, 4, ConfidenceArguments(steps=3, schedule="dream", confidence="tempered")
     ),
     "confidence, rotary": partial(CONFIDENCE, ROTARY, 3),
-    "confidence, block-causal": partial(CONFIDENCE, WARM_BLOCKS, arguments=ConfidenceArguments(n=2)),
+    "confidence, block-causal": partial(CONFIDENCE, WARM_BLOCKS, "auto", arguments=ConfidenceArguments(n=2)),
     "confidence, ties": partial(CONFIDENCE, Tied(length=12), 4),
     "confidence, ties of two": partial(CONFIDENCE, Tied(length=12), 4, ConfidenceArguments(n=2, tau=0.45)),
     "confidence, cache": partial(CONFIDENCE, Cached(ATTENDS, "dual"), 3),
     "order, origin": partial(ORDER, TOY, 4, OrderArguments(alg="origin", steps=3)),
-    "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, arguments=OrderArguments(alg="origin", steps=1)),
+    "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, "auto", arguments=OrderArguments(alg="origin", steps=1)),
     "order, random": partial(ORDER, TOY, 4, OrderArguments(alg="random", steps=3)),
     "order, random, more steps than positions": partial(ORDER, WARM, 3, OrderArguments(alg="random", steps=7)),
     "order, entropy": partial(ORDER, TOY, 4, OrderArguments(alg="entropy", steps=3, alg_temp=0.3)),
     "order, entropy, hot": partial(ORDER, WARM, 4, OrderArguments(alg="entropy", steps=2, alg_temp=2.0)),
     "order, margin": partial(ORDER, TOY, 3, OrderArguments(alg="topk_margin", steps=5, alg_temp=0.2)),
     "order, margin, block-causal": partial(
-        ORDER, WARM_BLOCKS, arguments=OrderArguments(alg="topk_margin", steps=2, alg_temp=0.2)
+        ORDER, WARM_BLOCKS, "auto", arguments=OrderArguments(alg="topk_margin", steps=2, alg_temp=0.2)
     ),
     "order, entropy, rotary": partial(ORDER, ROTARY, 3, OrderArguments(alg="entropy", steps=2, alg_temp=0.3)),
     "two phases": partial(TwoPhase, ATTENDS, "greedy", 2, TwoPhaseArguments(0.5), draw_seed=1),
@@ -201,7 +201,13 @@ class Suppressed(Toy):
 
 
 @pytest.mark.parametrize(
-    "make", [DuelEstimator, Elbo, partial(Elbo, arguments=ElboArguments(8, elbo_block=4)), partial(Lattice, block=4)]
+    "make",
+    [
+        partial(DuelEstimator, rule="greedy", block="auto"),
+        Elbo,
+        partial(Elbo, arguments=ElboArguments(8, elbo_block=4)),
+        partial(Lattice, block=4),
+    ],
 )
 def test_a_truth_of_no_probability_is_no_nan(make):
     """Its value is -inf, of which no error is known."""
@@ -217,14 +223,14 @@ UNMASKED.noise_training = None
 NOISY, CERTAIN = NoisyToy(), Window((), (0, 1, 2, 0, 1, 2))
 KNOWN = Window((), (0, 2, 1, 1), known=(1, 2))
 REFUSED = (
-    ("4,095 rows.*32", partial(Lattice, TOY)),
+    ("4,095 rows.*32", partial(Lattice, TOY, "auto")),
     ("the whole target", partial(Lattice, TOY, None)),
     ("estimator=ar", partial(Lattice, CAUSAL, 1)),
     ("klass:.*memory", lambda: LatticeArguments("klass:mu=0.9:nu=0.1")),
     ("estimator=ar", partial(Elbo, CAUSAL)),
     ("score_entropy.*SEDD", partial(Elbo, TOY, ElboArguments(elbo_form="score_entropy"))),
     ("blocks of 4", partial(Elbo, BLOCK(), ElboArguments(elbo_block=None))),
-    ("sampled_confidence", partial(CONFIDENCE, TOY)),
+    ("sampled_confidence", partial(CONFIDENCE, TOY, "auto")),
     (r"at most 12 positions .*Duel\.follow", partial(CONFIDENCE, TOY, 16)),
     ("65,535", partial(ORDER, TOY, 16)),
     ("estimator=ar", partial(CONFIDENCE, CAUSAL, 1)),
@@ -234,18 +240,21 @@ REFUSED = (
     ("'steps' .* 'tau'", partial(ConfidenceArguments, steps=2, tau=0.5)),
     ("schedule=dream .*steps=", partial(ConfidenceArguments, schedule="dream")),
     (r"Duel\.replay", lambda: CONFIDENCE(TOY, 2).replay([Window((), (0,))], [(0,)])),
-    ("sampled_order", partial(ORDER, TOY)),
+    ("sampled_order", partial(ORDER, TOY, "auto")),
     ("estimator=ar", partial(ORDER, CAUSAL, 1)),
     ("rule=dream:alg=entropy", partial(OrderArguments, alg="entropy")),
     ("'alg_temp' .*alg=entropy", partial(OrderArguments, alg_temp=0.2)),
     ("estimator=sampled_confidence", partial(OrderArguments, alg="maskgit_plus")),
-    ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK())),
-    ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right")),
-    ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY)),
-    ("is under cache=dual. Pass the network without it", partial(TwoPhase, Cached(ATTENDS, "dual"))),
-    ("seed_first=true, which is another rule, or use estimator=duel", partial(TwoPhase, Attends(shift=1))),
-    ("one chain.*use estimator=duel", partial(TwoPhase, ATTENDS, "klass:mu=0.9:nu=0.1:kl=authors:across=true")),
-    ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, cache="duel")),
+    ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK(), "greedy", "auto")),
+    ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right", "auto")),
+    ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY, "greedy", "auto")),
+    ("is under cache=dual. Pass the network without it", partial(TwoPhase, Cached(ATTENDS, "dual"), "greedy", "auto")),
+    (
+        "seed_first=true, which is another rule, or use estimator=duel",
+        partial(TwoPhase, Attends(shift=1), "greedy", "auto"),
+    ),
+    ("one chain.*use estimator=duel", partial(TwoPhase, ATTENDS, "klass:mu=0.9:nu=0.1:kl=authors:across=true", 32)),
+    ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, "greedy", "auto", cache="duel")),
     (
         "Window 0 has a block of probability 0",
         lambda: TwoPhase(warped(Attends(length=10), top_k=1), "greedy", 3, TwoPhaseArguments(1.0)).log_prob([CERTAIN]),
@@ -261,12 +270,12 @@ REFUSED = (
     ("estimator=elbo", partial(NoisedElbo, UNMASKED)),
     ("tail", lambda: NoisedElbo(NOISY).log_prob([Window((), (1,), tail=1)])),
     ("noised_elbo.*estimator=duel", partial(Elbo, NOISY)),
-    ("estimator=ar; got rule=greedy", partial(DuelEstimator, CAUSAL, "greedy")),
+    ("estimator=ar; got rule=greedy", partial(DuelEstimator, CAUSAL, "greedy", "auto")),
     ("estimator=ar; got block=", partial(DuelEstimator, CAUSAL, "left_to_right", 4)),
     ("elbo", lambda: Elbo(TOY).log_prob([KNOWN])),
-    ("bidirectional", lambda: DuelEstimator(BLOCK()).log_prob([KNOWN])),
-    ("cfg_scale", lambda: DuelEstimator(Guided(TOY, 1.5), block=2).log_prob([KNOWN])),
-    ("cfg_scale", lambda: DuelEstimator(warped(Guided(TOY, 1.5), 0.5), block=2).log_prob([KNOWN])),
+    ("bidirectional", lambda: DuelEstimator(BLOCK(), "greedy", "auto").log_prob([KNOWN])),
+    ("cfg_scale", lambda: DuelEstimator(Guided(TOY, 1.5), "greedy", block=2).log_prob([KNOWN])),
+    ("cfg_scale", lambda: DuelEstimator(warped(Guided(TOY, 1.5), 0.5), "greedy", block=2).log_prob([KNOWN])),
 )
 
 

@@ -49,7 +49,7 @@ OFFICIAL.bos = "official"
 OFFICIAL.relative_positions = True
 MORE = {  # besides those of `ESTIMATORS`
     "ar": partial(Autoregressive, Causal(length=12)),
-    "duel, rotary blocks": partial(DuelEstimator, RotaryBlocks(block=3, length=12), "greedy:k=2"),
+    "duel, rotary blocks": partial(DuelEstimator, RotaryBlocks(block=3, length=12), "greedy:k=2", "auto"),
     "duel, sub-blocks": partial(DuelEstimator, TOY, "entropy_bound:gamma=0.9:sub_block=2:seed_first=true", 4),
     "duel, no block": partial(DuelEstimator, TOY, "cumulative_quota:steps=3:tau=0.6", None, traced=True),
     "duel, given the noise": partial(DuelEstimator, NOISY, "greedy", 3, CommitOnceArguments(noise_seed=2)),

@@ -166,15 +166,15 @@ def test_arguments_that_change_nothing_are_named():
     noisy = NoisyToy(length=12)
     lines = []
     for estimator in (
-        DuelEstimator(toy, block=4),
-        DuelEstimator(toy, block=None),
-        DuelEstimator(BlockCausal(length=12)),
+        DuelEstimator(toy, "greedy", block=4),
+        DuelEstimator(toy, "greedy", block=None),
+        DuelEstimator(BlockCausal(length=12), "greedy", "auto"),
         DuelEstimator(noisy, "greedy", 3, CommitOnceArguments(noise_seed=1)),
         Autoregressive(Causal(length=12)),
         Elbo(toy),
         Elbo(toy, ElboArguments(elbo_block=4)),
         NoisedElbo(noisy),
-        TwoPhase(Attends(), block=2, cache="prefix", draw_seed=3),
+        TwoPhase(Attends(), "greedy", block=2, cache="prefix", draw_seed=3),
         TwoPhase(Attends(), "threshold:mu=0.5", 2, TwoPhaseArguments(1)),
         Lattice(toy, 4, estimator="oracle", rule=parse("greedy:k=2")),
         SampledConfidence(toy, 4, ConfidenceArguments(tau=0.5, strict=False)),
@@ -198,9 +198,9 @@ def test_what_is_logged(caplog):
         "15 draws": lambda: Elbo(Toy(), ElboArguments(15)),
         "16 draws": lambda: Elbo(Toy(), ElboArguments(16)),
         "15 draws of noise": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(15)),
-        "nothing ignored": lambda: DuelEstimator(Toy(), block=4).name_ignored_args(["rule", "block"]),
+        "nothing ignored": lambda: DuelEstimator(Toy(), "greedy", block=4).name_ignored_args(["rule", "block"]),
         "one ignored": lambda: Elbo(Toy()).name_ignored_args(["rule"]),
-        "several ignored": lambda: DuelEstimator(Toy(), block=None).name_ignored_args(GIVEN),
+        "several ignored": lambda: DuelEstimator(Toy(), "greedy", block=None).name_ignored_args(GIVEN),
         "no context": lambda: check_windows(special, 3, "target", [EMPTY, Window((2,), (1,)), ONE]),
         "no context, again": lambda: check_windows(special, 3, "target", [ONE]),
         "no context, others": lambda: check_windows(only_first, 3, "target", [ONE]),
@@ -219,7 +219,7 @@ def test_the_order_in_which_windows_are_finished():
     toy = Toy(length=12)
     windows = [EMPTY, *(Window((n % 3,), (n % 2,) * length) for n, length in enumerate((3, 9, 1, 5, 2, 8, 4, 7)))]
     windows.append(windows[1])
-    duel = partial(DuelEstimator, toy, block=3, batch_size=2)
+    duel = partial(DuelEstimator, toy, "greedy", 3, batch_size=2)
     cases = [(duel, True, True), (duel, True, False), (duel, False, True)]
     cases += [(partial(Elbo, toy, ElboArguments(8), batch_size=6), True, in_order) for in_order in (True, False)]
     lines = []

@@ -150,14 +150,14 @@ def test_what_both_phases_count_adds_up():
 def test_too_few_drawn_blocks_have_no_standard_error():
     toy = Attends(length=10)
     windows = texts(10)
-    _, phases = total(TwoPhase(toy, arguments=TwoPhaseArguments(0.02), block=3).log_prob(windows))
+    _, phases = total(TwoPhase(toy, "greedy", arguments=TwoPhaseArguments(0.02), block=3).log_prob(windows))
     assert phases.drawn < 8 and phases.stderr is None
 
 
 def test_the_correlation_is_that_of_the_sampled_blocks():
     toy = Attends(length=10)
     windows = texts(40)
-    scores = TwoPhase(toy, arguments=TwoPhaseArguments(0.5), block=3).log_prob(windows)
+    scores = TwoPhase(toy, "greedy", arguments=TwoPhaseArguments(0.5), block=3).log_prob(windows)
     pairs = []
     for of in (score.blocks for score in scores):
         sampled = [value for value, weight in zip(of.cached, of.weights, strict=True) if weight]

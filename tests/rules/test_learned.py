@@ -56,7 +56,7 @@ def texts(folder, name="toy"):
 @pytest.mark.parametrize("number", slow_but(range(3), {1, 2}))
 def test_sums_to_one_on_every_network_and_is_scored_as_drawn(number, folder):
     text, cached = texts(folder)[number], texts(folder, "attends")[number]
-    duels = [DuelEstimator(Toy(), text, None), DuelEstimator(BlockCausal(), text)]
+    duels = [DuelEstimator(Toy(), text, None), DuelEstimator(BlockCausal(), text, "auto")]
     duels += [DuelEstimator(Cached(Attends(), cache), cached, 2) for cache in ("prefix", "dual")]
     for duel in duels:
         assert abs(total(duel, 4) - 1) < 1e-9 and rules.parse(str(duel.rule)) == duel.rule
@@ -141,14 +141,16 @@ def test_files_that_cannot_be_read(tmp_path):
             rules.parse(text)
     save_file({"weight": torch.full((1, 4, 4), math.nan)}, tmp_path / "nan.safetensors")
     with pytest.raises(DuelError, match="weight have NaN"):
-        DuelEstimator(Toy(), f"custom_rules:Looks:file={tmp_path}/nan.safetensors").log_prob([Window((), (0, 1))])
+        DuelEstimator(Toy(), f"custom_rules:Looks:file={tmp_path}/nan.safetensors", "auto").log_prob(
+            [Window((), (0, 1))]
+        )
 
 
 def test_planners_that_do_not_fit_the_network(folder):
     wide, fitting = (f"{LEARNED}:file={folder}/{name}.safetensors" for name in ("attends", "toy"))
     for network, rule, named in ((Toy(), wide, "10 numbers .* 6"), (Guided(Toy(), 0.5), fitting, "cfg_scale")):
         with pytest.raises(DuelError, match=named):
-            DuelEstimator(network, rule).log_prob([Window((1,), (0, 1))])
+            DuelEstimator(network, rule, "auto").log_prob([Window((1,), (0, 1))])
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_texts_are_drawn_above_temperature_0_and_decoded_at_it():
     ],
 )
 def test_a_text_ends_at_its_first_stop_string_or_end(until, tokens, text, stops):
-    duel = DuelEstimator(network(), block=2)
+    duel = DuelEstimator(network(), "greedy", block=2)
     generator = Generator(duel, TextEncoder(tokenizer(), duel.denoiser, "independent", 2), Settings(until), 0)
     assert generator.cut(tokens) == text
     assert generator._stops(0, tuple(tokens)) == stops
