@@ -12,7 +12,7 @@ from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.rows import Row, baseline_remark
-from lm_eval_duel.results.runs import Run, documents_scored
+from lm_eval_duel.results.runs import Run, common_folder, documents_scored
 from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
@@ -403,7 +403,7 @@ def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
 
 def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """The results files and the spec of each."""
-    folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
+    folder = common_folder(runs)
     shown: Columns = {
         "file": lambda run: os.path.relpath(run.name, folder),
         "model": lambda run: f"{run.label} (AR baseline)" if run in baselines else run.label,

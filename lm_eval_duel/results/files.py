@@ -253,7 +253,7 @@ def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, 
 
 # ---------------------------------------------------------------- report.csv
 
-SOURCE = ("nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date")
+SOURCE = ("seconds_per_token", "device", "parameters", "fingerprint", "date")
 SIZES = ("documents=size", "available_documents=available")  # of a task
 BITS = "bits_per_byte"
 
@@ -298,7 +298,7 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             **_ends("gap_closed_interval", each.closed.interval),
             **entries(each, ("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason")),
             **entries(each, ("gap_closed_of=closed.of",)),
-            **entries(row, ("nfe", "tokens")),
+            **entries(row, ("nfe", "tokens", "nfe_per_token")),
             **entries(row.run.tasks[row.task], SIZES),
             **entries(row, ("file=run.name",)),
             BITS: row.metrics.get(BITS),

@@ -23,7 +23,7 @@ from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results import columns, files, published
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
-from lm_eval_duel.results.runs import Run, is_limited
+from lm_eval_duel.results.runs import common_folder, is_limited
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import WORDS, Cell, Note, Table, number, split
@@ -89,7 +89,7 @@ def html(report: Report, title: str | None) -> str:
         rows += members
     shown = [column for column in columns_of(report) if _is_filled(column, rows)]
     texts, remarks = _texts(rows, shown)
-    folder = _folder(report.runs)
+    folder = common_folder(report.runs)
     tables_of_others = []
     for source in report.published:
         tables_of_others.append((source, published.table(source)))
@@ -205,7 +205,7 @@ def notes(report: Report) -> list[str]:
         holds_for_all = len(names) == len(report.tasks)
         texts.append(text if holds_for_all else f"{', '.join(names)}: {text}")
 
-    folder = _folder(report.runs)
+    folder = common_folder(report.runs)
     for run in report.runs:  # the page may be sent to others: relative names of files tell no home folder
         relative = os.path.relpath(run.name, folder)
         texts = [text.replace(run.name, relative) for text in texts]
@@ -215,11 +215,6 @@ def notes(report: Report) -> list[str]:
 def _differences(report: Report) -> dict[str, Table]:
     """The paired differences of each task that has any, as in report.md."""
     return {name: columns.differences(task) for name, task in report.tasks.items() if task.pairs}
-
-
-def _folder(runs: Sequence[Run]) -> str:
-    """The folder that all results files are in or below."""
-    return os.path.commonpath([run.file.parent for run in runs])
 
 
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:

@@ -76,7 +76,10 @@ def files(places: Iterable[str | Path]) -> list[Path]:
                 missing = f"No results_*.json (or *_DATE.json) in {place} or below"
             raise DuelError(f"{missing}; name results_*.json files of lm_eval, or folders that hold them.")
         paths += inside
-    return list(dict.fromkeys(path.resolve() for path in paths))
+    each_once: dict[Path, Path] = {}
+    for path in paths:  # named as the user does: a report then tells no more of the user's folders than the command
+        each_once.setdefault(path.resolve(), path)
+    return list(each_once.values())
 
 
 def _is_named_as_results(file: Path) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,10 @@ def model_label(pretrained: str) -> str:
 def text_or_none(value: Any) -> str | None:
     """A text; None for null, for `None` and for an empty one."""
     return None if value is None or str(value).lower() in ("none", "") else str(value)
+
+
+def common_folder(runs: Sequence[Run]) -> str:
+    """The folder that all results files are in or below, relative if it is below the current one."""
+    folder = os.path.commonpath([run.file.parent.absolute() for run in runs])
+    relative = os.path.relpath(folder)
+    return folder if relative.startswith(os.pardir) else relative

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from pathlib import Path
 
 import pytest
 from results import GONE, documents, edit_samples, hf, ours, put, trace
@@ -13,7 +14,7 @@ from results import report as run
 from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import columns, files, runs
+from lm_eval_duel.results import columns, files, read, runs
 from lm_eval_duel.results.files import stems
 from lm_eval_duel.results.run_summary import summary
 from lm_eval_duel.results.trace import files as trace_files
@@ -339,3 +340,17 @@ def test_a_run_without_perplexity_ends_with_its_documents_and_its_fingerprint():
     content["results"] = dict.fromkeys("abcdefghij", content["results"]["sotu"])
     content["n-samples"] = {name: {"original": 40, "effective": 30} for name in "abcdefghij"}
     assert summary(content) == f"300 of 400 documents of 10 tasks (--limit), {about}"
+
+
+def test_a_report_names_files_as_the_command_does(tmp_path, monkeypatch, capsys):
+    """A folder that is named relative to the current one brings no folder above it into what is shared."""
+    made(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run(Path(), "--page")
+    assert str(tmp_path) not in capsys.readouterr().out
+    for name in ("report.md", "report.csv", "report.json", "index.html"):
+        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
+
+    named_twice = read.files(["results", tmp_path / "results", "ar"])
+    assert len(named_twice) == len({path.resolve() for path in named_twice}) == 4
+    assert runs.common_folder(read.runs([tmp_path / "results", "ar"])) == "."
