@@ -120,12 +120,15 @@ def texts(
     """The documents of files; what a folder holds besides is named in a warning.
 
     `field`: the column of a table. `lines`: each line of a plain file that is not blank is a document. `setting`: what
-    the user sets to name the column, for the error. A file that two patterns match is read once. Raises DuelError if a
-    file cannot be read, has no such column, or there is no document at all.
+    the user sets to name the column, for the error. A file that two patterns match is read once, which a warning says.
+    Raises DuelError if a file cannot be read, has no such column, or there is no document at all.
     """
     sources: dict[Path | None, None] = {}  # None: standard input
     for pattern in patterns:
-        sources |= dict.fromkeys([None] if pattern == STDIN else find([pattern]))
+        for file in [None] if pattern == STDIN else find([pattern]):
+            if file in sources:
+                log.warning("%s is named twice, and read once", "standard input" if file is None else file)
+            sources[file] = None
         note = left_out(pattern)
         if note:
             log.warning("%s", note)

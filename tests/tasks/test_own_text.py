@@ -362,3 +362,15 @@ def test_run_reads_files_of_text_as_a_task(tmp_path):
         run._take_texts(SimpleNamespace(tasks=texts, metadata={"files": "other.txt"}))
     with pytest.raises(DuelError, match="matches no file"):
         run._take_texts(SimpleNamespace(tasks=str(tmp_path / "none.txt"), metadata=None))
+
+
+def test_a_file_that_is_named_twice_is_read_once_and_said_so(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    pattern = str(tmp_path / "*.txt")
+    once = files.texts([pattern])
+    assert [document.text for document in once] == ["one", "two"] and not caplog.messages
+
+    assert files.texts([pattern, str(tmp_path / "b.txt")]) == once
+    [message] = caplog.messages
+    assert str(tmp_path / "b.txt") in message
