@@ -17,38 +17,58 @@ LIMIT = 1
 @pytest.mark.slow
 def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tmp_path):
     arguments = ["--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu"]
+
     done = lm_eval("run", *arguments, "--output_path", str(tmp_path), "--log_samples", module="lm_eval_duel")
+
     results, samples = read(tmp_path, "sotu")
-    table = results["results"]["sotu"]
-    config = results["config"]
-    texts = [sample["doc"]["text"] for sample in samples]
     nats = math.fsum(map(text_log_prob, samples))
-    tokens = sum(sample["doc"]["duel_tokens"] for sample in samples)
-    words = sum(len(text.split()) for text in texts)
-    size = sum(len(text.encode()) for text in texts)
+    tokens = 0
+    words = 0
+    size = 0
+    for sample in samples:
+        text = sample["doc"]["text"]
+        tokens += sample["doc"]["duel_tokens"]
+        words += len(text.split())
+        size += len(text.encode())
+    table = results["results"]["sotu"]
     assert table["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
     assert table["word_perplexity,none"] == pytest.approx(math.exp(-nats / words))
     assert table["byte_perplexity,none"] == pytest.approx(math.exp(-nats / size))
     assert table["bits_per_byte,none"] == pytest.approx(-nats / size / math.log(2))
-    assert all(metric in done.stdout for metric in ("token_perplexity", "byte_perplexity", "bits_per_byte"))
-    assert "scoring with demo-mdm" in done.stderr and f"the lowest is first: {LIMIT}" in done.stderr
+
+    for metric in ("token_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert metric in done.stdout
+    assert "scoring with demo-mdm" in done.stderr
+    assert f"the lowest is first: {LIMIT}" in done.stderr
+
+    config = results["config"]
     assert re.fullmatch("[0-9a-f]{12}", config["fingerprint"])
-    assert config["spec"]["rule"] == "greedy:k=1" and config["spec"]["block"] == "32"
-    assert config["duel"]["tokens"] == config["duel"]["nfe"] == tokens and config["duel"]["all_mask_starts"] == LIMIT
+    assert config["spec"]["rule"] == "greedy:k=1"
+    assert config["spec"]["block"] == "32"
+    assert config["duel"]["tokens"] == tokens
+    assert config["duel"]["nfe"] == tokens
+    assert config["duel"]["all_mask_starts"] == LIMIT
 
 
 @pytest.mark.slow
 def test_multiple_choice_and_a_rule_in_one_word():
     results = evaluate("sotu_choice", "rule=klass:mu=0.05:nu=9", limit=1)
+
     assert results["config"]["spec"]["rule"] == "klass:mu=0.05:nu=9.0:history=1:kl=paper"
     [sample] = results["samples"]["sotu_choice"]
-    nats = [answer[0] for answer in choice_answers(sample)]
-    assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
+    nats = [log_prob for log_prob, _ in choice_answers(sample)]
+    chosen = nats.index(max(nats))
+    assert len(nats) == 4
+    assert sample["acc"] == (chosen == sample["doc"]["label"])
 
 
 def test_inspect_shows_every_guess(capsys):
     main(["inspect", "demo-mdm"])
-    shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.strip().splitlines())
+
+    shown = {}
+    for line in capsys.readouterr().out.strip().splitlines():
+        label, text = re.split(r"  +", line, maxsplit=1)
+        shown[label] = text
     assert shown["family"] == "masked-lm (ModernBertForMaskedLM)"
     assert shown["parameters"] == "3,215,872"
     assert shown["vocabulary"] == "2047 of 2048 columns are tokens"
@@ -57,12 +77,17 @@ def test_inspect_shows_every_guess(capsys):
     assert shown["block"] == "32, counted from the first scored position (grid=target)"
     assert shown["max length"] == "128 positions"
     assert shown["special tokens"] == "none (bos=none)"
-    assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
+    assert "greedy:k=1, 11 steps" in shown["one text"]
+    assert shown["one text"].endswith(" s")
 
 
 def test_inspect_calls_a_network_of_random_tokens_no_autoregressive_one(tmp_path, capsys):
     folder, _ = dit_reference.write(tmp_path, "duo")
     dit_reference.words(dit_reference.VOCABULARY).save_pretrained(tmp_path)
+
     main(["inspect", folder, "--model_args", "estimator=noised_elbo,mc_samples=8", "--device", "cpu"])
+
     shown = capsys.readouterr().out
-    assert "random tokens" in shown and "autoregressive" not in shown and "all-mask starts" not in shown
+    assert "random tokens" in shown
+    assert "autoregressive" not in shown
+    assert "all-mask starts" not in shown

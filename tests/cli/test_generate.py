@@ -20,7 +20,9 @@ def lines(capsys, *arguments):
 def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("The state of\nWe the\n")
     arguments = ("--prompts", str(tmp_path / "prompts.txt"), "--suffix", " strong.", "--seed", "3")
+
     samples = lines(capsys, *arguments, "--num", "2")
+
     origins = [(line["prompt"], line["sample"], line["context"]) for line in samples]
     assert origins == [(0, 0, "The state of"), (0, 1, "The state of"), (1, 0, "We the"), (1, 1, "We the")]
 
@@ -29,7 +31,9 @@ def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
     for line, score in zip(samples, duel.log_prob(windows), strict=True):
         assert line["log_prob"] == pytest.approx(score.log_prob, abs=1e-4)
         assert line["kind"] == "a likelihood"
-        assert (line["rule"], line["block"], line["seed"]) == ("greedy:k=1", 4, 3)
+        assert line["rule"] == "greedy:k=1"
+        assert line["block"] == 4
+        assert line["seed"] == 3
         assert line["fingerprint"] == duel.fingerprint
         assert len(line["tokens"]) == len(line["reveal_steps"]) == 6
 
@@ -41,7 +45,9 @@ def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
 def test_prompts_of_a_table_and_the_argmax(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"ask": "We the"}\n')
     arguments = ("--prompts", str(tmp_path / "rows.jsonl"), "--field", "ask", "--temperature", "0", "--num", "2")
+
     first, second = lines(capsys, *arguments)
+
     assert first["text"] == second["text"]
     with pytest.raises(SystemExit, match="--prompts"):
         lines(capsys, *arguments, "--prompt", "a")
@@ -50,22 +56,27 @@ def test_prompts_of_a_table_and_the_argmax(tmp_path, capsys):
 def test_a_file_is_not_overwritten_and_a_setting_is_not_given_twice(tmp_path):
     (tmp_path / "old.jsonl").write_text("finished work")
     words = ["demo-mdm", "--model_args", "temperature=0.5,top_k=3"]
-    for more, named in (
-        (["--out", str(tmp_path / "old.jsonl")], "old.jsonl exists"),
-        (["--temperature", "0.7"], "temperature=0.5"),
-        (["--top_k", "3"], "top_k=3"),
+
+    for flag, value, named in (
+        ("--out", str(tmp_path / "old.jsonl"), "old.jsonl exists"),
+        ("--temperature", "0.7", "temperature=0.5"),
+        ("--top_k", "3", "top_k=3"),
     ):
         with pytest.raises(UsageError, match=named):
-            parse([*words, *more])
+            parse([*words, flag, value])
     parse([*words, "--top_p", "0.9", "--out", str(tmp_path / "new.jsonl")])
 
 
 def test_a_line_names_what_its_numbers_depend_on(capsys):
     args = "block=4,cache=dual,temperature=0.5"
+
     main(["generate", "demo-mdm", "--model_args", args, "--device", "cpu", "--max_new_tokens", "4"])
+
     [line] = map(json.loads, capsys.readouterr().out.splitlines())
-    named = {"cache": "dual", "grid": "target", "temperature": 0.5, "top_k": None}
-    assert {key: line[key] for key in named} == named
+    assert line["cache"] == "dual"
+    assert line["grid"] == "target"
+    assert line["temperature"] == 0.5
+    assert line["top_k"] is None
 
 
 def test_lines_are_in_order_and_none_is_lost_on_the_way_to_an_error():
@@ -75,7 +86,8 @@ def test_lines_are_in_order_and_none_is_lost_on_the_way_to_an_error():
 
     written = []
     with pytest.raises(ValueError, match="stopped"):
-        for each in in_order(finished()):
-            written.append(each)
+        for number_and_line in in_order(finished()):
+            written.append(number_and_line)
+
     assert written == [(0, "a"), (1, "b"), (3, "d")]
     assert list(in_order([(2, "c"), (1, "b"), (0, "a")])) == [(0, "a"), (1, "b"), (2, "c")]

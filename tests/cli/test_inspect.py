@@ -23,20 +23,35 @@ def texts(tmp_path):
 
 def test_the_counts_are_those_of_a_run(texts, capsys):
     model = "rule=greedy,k=2,block=8"
-    main(["inspect", "demo-mdm", "--model_args", model, "--files", texts, "--lines", "--json", "--device", "cpu"])
-    printed = capsys.readouterr().out
-    found = json.loads(printed)
     duel = Duel.from_pretrained("demo-mdm", rule="greedy:k=2", block=8, device="cpu")
     scores = duel.score(TEXTS)
-    assert found["checkpoint"]["family"].startswith("masked-lm")
-    assert found["tokens"] == sum(len(score.tokens) for score in scores)
-    assert found["length"] == max(window.length for score in scores for window in score.windows)
-    assert found["estimators"].keys() == {"duel", "two_phase", "elbo"}
-    of_duel = found["estimators"]["duel"]
-    assert of_duel["nfe"] == sum(score.nfe for score in scores)
-    assert of_duel["windows"] == 3
-    assert of_duel["calls"] <= duel.counts.forwards
-    assert all(each["seconds"] > 0 and each["peak_memory"] > 0 for each in found["estimators"].values())
+    lengths = []
+    for score in scores:
+        lengths += [window.length for window in score.windows]
+
+    main(["inspect", "demo-mdm", "--model_args", model, "--files", texts, "--lines", "--json", "--device", "cpu"])
+
+    inspected = json.loads(capsys.readouterr().out)
+    assert inspected["checkpoint"]["family"].startswith("masked-lm")
+    assert inspected["tokens"] == sum(len(score.tokens) for score in scores)
+    assert inspected["length"] == max(lengths)
+    estimators = inspected["estimators"]
+    assert estimators.keys() == {"duel", "two_phase", "elbo"}
+    assert estimators["duel"]["nfe"] == sum(score.nfe for score in scores)
+    assert estimators["duel"]["windows"] == 3
+    assert estimators["duel"]["calls"] <= duel.counts.forwards
+    for timed in estimators.values():
+        assert timed["seconds"] > 0
+        assert timed["peak_memory"] > 0
+
+
+def lines_of_estimators(printed):
+    """The lines of the table of times, by estimator."""
+    lines = {}
+    for line in printed.splitlines():
+        if line.startswith(("duel ", "elbo ")):
+            lines[line.split()[0]] = line
+    return lines
 
 
 WAITING = """
@@ -58,23 +73,29 @@ def test_counts_that_depend_on_the_text_have_a_sign(folder, texts, tmp_path, cap
     """A rule's counts are known, or at most those shown, or have no bound; those of an ELBO are always known."""
     (tmp_path / "waiting.py").write_text(WAITING)
     rule = rule.format(folder=tmp_path)
+
     main(["inspect", folder, "--model_args", f"rule={rule},block=8", "--files", texts, "--device", "cpu"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line for line in lines if line.startswith(("duel ", "elbo "))}
-    assert [mark for mark in "≤~" if mark in rows["duel"]] == list(sign)
-    assert not {"≤", "~"} & {*rows["elbo"]}
+
+    lines = lines_of_estimators(capsys.readouterr().out)
+    assert [mark for mark in "≤~" if mark in lines["duel"]] == list(sign)
+    assert "≤" not in lines["elbo"]
+    assert "~" not in lines["elbo"]
 
 
 def test_a_way_that_a_network_does_not_have_is_named(texts, capsys):
     main(["inspect", "demo-bd", "--files", texts, "--device", "cpu"])
+
     printed = capsys.readouterr().out
-    assert "two_phase: " in printed and "block_causal" in printed
-    assert [line.split()[0] for line in printed.splitlines() if line.startswith(("duel ", "elbo "))] == ["duel", "elbo"]
+    assert "two_phase: " in printed
+    assert "block_causal" in printed
+    assert list(lines_of_estimators(printed)) == ["duel", "elbo"]
 
 
 def test_an_autoregressive_network_is_timed_as_one(texts, capsys):
     main(["inspect", "demo-ar", "--model_args", "estimator=ar", "--files", texts, "--device", "cpu", "--json"])
-    assert json.loads(capsys.readouterr().out)["estimators"].keys() == {"ar"}
+
+    inspected = json.loads(capsys.readouterr().out)
+    assert inspected["estimators"].keys() == {"ar"}
 
 
 @pytest.mark.parametrize(
@@ -95,14 +116,20 @@ def test_parameters_are_those_of_the_results(monkeypatch):
     from lm_eval_duel.harness.lm import DuelMDM
 
     lm = DuelMDM(pretrained="demo-mdm", rule="greedy", block=8, device="cpu")
-    shown = dict(inspect.inspect(lm, "demo-mdm"))["parameters"]
-    assert int(shown.replace(",", "")) == lm.get_model_info()["duel"]["parameters"]
+
+    def parameters():
+        return dict(inspect.inspect(lm, "demo-mdm"))["parameters"]
+
+    counted = parameters()
+    assert int(counted.replace(",", "")) == lm.get_model_info()["duel"]["parameters"]
+
     monkeypatch.setattr(lm.denoiser, "quantized", True)
-    packed = dict(inspect.inspect(lm, "demo-mdm"))["parameters"]
+    packed = parameters()
     assert not any(letter.isdigit() for letter in packed)
+
     monkeypatch.undo()
     monkeypatch.setattr(lm.denoiser, "model", None)  # as of a network that is no module
-    assert dict(inspect.inspect(lm, "demo-mdm"))["parameters"] not in (shown, packed)
+    assert parameters() not in (counted, packed)
 
 
 def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, monkeypatch):
@@ -111,7 +138,10 @@ def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, m
     monkeypatch.setattr(timing, "_seconds", lambda estimator, windows: 1.0)
     lm = DuelMDM(pretrained="demo-mdm", rule="greedy", block=8, device="cpu")
     documents = [lm.text.windows(text.text) for text in files.texts([texts], lines=True)] * 4
+    longer = lm.text.windows("A longer text than the others " * 3)
+
     timed, _ = timing.measure(lm, documents)
-    assert all(each.seconds >= 1.0 for each in timed)
-    more, _ = timing.measure(lm, [*documents, lm.text.windows("A longer text than the others " * 3)])
-    assert more[0].seconds > timed[0].seconds
+    timed_with_longer, _ = timing.measure(lm, [*documents, longer])
+
+    assert all(estimator.seconds >= 1.0 for estimator in timed)
+    assert timed_with_longer[0].seconds > timed[0].seconds

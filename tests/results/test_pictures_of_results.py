@@ -1,6 +1,5 @@
 """Figures and the page against the rows that they show: places, axes, marks, legends, labels and classes."""
 
-import itertools
 import math
 import re
 
@@ -23,7 +22,9 @@ RULES = {  # the nats per token of a rule, and its steps per token
 
 
 def docs(rate):
-    return {"sotu": documents([-rate * count * (1 + n / 9) for n, count in enumerate(TOKENS)], TOKENS)}
+    """Documents whose nats per token are `rate` and, from document to document, a ninth of it more."""
+    nats = [-rate * count * (1 + n / 9) for n, count in enumerate(TOKENS)]
+    return {"sotu": documents(nats, TOKENS)}
 
 
 @pytest.fixture(scope="module")
@@ -49,122 +50,238 @@ def report(request, folders):
     return collect(parse([str(folders[request.param]), "--page", "--out", "unused", "--as_published"]))
 
 
-def test_every_row_of_the_figure_of_values_is_at_its_name_with_its_mark(report):
-    task = report.tasks["sotu"]
-    [axes] = figures.perplexity("sotu", task).axes
-    figure = axes.figure
-    names = [tick.get_text() for tick in axes.get_yticklabels()]
-    heights = list(axes.get_yticks())
-    points = []
+# ---------------------------------------------------------------- the figure of values
+
+
+def marks(axes):
+    """The marks of values. A mark that stands in the legend alone has no place."""
+    found = []
     for line in axes.lines:
         if line.get_marker() not in ("|", "None") and len(line.get_xdata()):
-            points.append(line)
-    assert len(points) == len(task.rows) == len(heights) and heights == sorted(heights, reverse=True)
+            found.append(line)
+    return found
+
+
+def ends(lines):
+    """From where to where each line goes."""
+    return [list(line.get_xdata()) for line in lines]
+
+
+def labels_of_values(axes):
+    """The texts beside the marks, by height."""
+    texts = [text for text in axes.texts if hasattr(text, "xy")]
+    return {text.xy[1]: text for text in texts}
+
+
+def check_marks(axes, rows):
+    """Each row has its mark at its value, its name and its number at its height, and the rows go down."""
+    points = marks(axes)
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    heights = list(axes.get_yticks())
+    labels = labels_of_values(axes)
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
-    beside = {text.xy[1]: text for text in axes.texts if hasattr(text, "xy")}
-    for each, point, name, height in zip(task.rows, points, names, heights, strict=True):
-        row = each.row
-        assert (point.get_xdata()[0], point.get_ydata()[0]) == (pytest.approx(row.value), height)
-        assert left < row.value < right and bottom < height < top
-        assert beside[height].get_text() == columns.value(row)
-        assert (beside[height].get_weight() == "bold") == each.best
-        assert (
-            name == figures._name(row) and (row.rule or row.estimator).partition(":")[0] in name.lower() + row.estimator
-        )
+
+    assert len(points) == len(rows) == len(heights)
+    assert heights == sorted(heights, reverse=True)
+    for compared, point, name, height in zip(rows, points, names, heights, strict=True):
+        row = compared.row
+        assert point.get_xdata()[0] == pytest.approx(row.value)
+        assert point.get_ydata()[0] == height
+        assert left < row.value < right
+        assert bottom < height < top
+
+        assert labels[height].get_text() == columns.value(row)
+        assert (labels[height].get_weight() == "bold") == compared.best
+
+        assert name == figures._name(row)
+        rule_or_estimator, _, _ = (row.rule or row.estimator).partition(":")
+        assert rule_or_estimator in name.lower() + row.estimator
+
         is_hollow = point.get_markerfacecolor() == "white"
         assert is_hollow == (row.estimator not in ("ar", "mixture", "duel")), "what is not exact is hollow"
-    intervals = [line for line in axes.lines if line.get_marker() == "|"]
-    drawn = [each.interval for each in task.rows if each.interval]
-    assert [list(line.get_xdata()) for line in intervals] == [pytest.approx(ends) for ends in drawn]
-    assert all(left < end < right for ends in drawn for end in ends)
-    wide = [list(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 4]
-    assert wide == [pytest.approx(each.row.drawn_interval) for each in task.rows if each.row.drawn_interval]
-    [baseline] = [line for line in axes.lines if line.get_linestyle() == ":"]
-    [ar] = [each.row for each in task.rows if each.row.ar]
-    assert baseline.get_xdata()[0] == pytest.approx(ar.value)
+
+
+def check_intervals(axes, rows):
+    """The thin lines are the intervals over documents, the thick ones those of drawn errors."""
+    left, right = axes.get_xlim()
+    thin = [line for line in axes.lines if line.get_marker() == "|"]
+    thick = [line for line in axes.lines if line.get_linewidth() == 4]
+    intervals = [compared.interval for compared in rows if compared.interval]
+    drawn_intervals = [compared.row.drawn_interval for compared in rows if compared.row.drawn_interval]
+
+    assert ends(thin) == [pytest.approx(interval) for interval in intervals]
+    for low, high in intervals:
+        assert left < low < right
+        assert left < high < right
+    assert ends(thick) == [pytest.approx(interval) for interval in drawn_intervals]
+
+
+def check_legend(figure):
+    """Every kind of mark is explained once."""
     [legend] = figure.legends
-    shown = [text.get_text() for text in legend.get_texts()]
-    assert sorted(shown) == sorted(set(shown))
-    expected = ["(dotted line", "ELBO (upper bound)", "ELBO, eps > 0 (no bound)", "DUEL", "Oracle"]
-    assert all(any(part in label for label in shown) for part in expected), shown
-    title = figure.get_suptitle()
-    assert "bootstrap intervals" in title and "Monte Carlo error" in title.replace("\n", " ")
-    is_logarithmic = axes.get_xscale() == "log"
-    assert is_logarithmic == ("log scale" in axes.get_xlabel()) and is_logarithmic
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert sorted(labels) == sorted(set(labels))
+    for expected in ("(dotted line", "ELBO (upper bound)", "ELBO, eps > 0 (no bound)", "DUEL", "Oracle"):
+        assert any(expected in label for label in labels), labels
+
+
+def test_every_row_of_the_figure_of_values_is_at_its_name_with_its_mark(report):
+    task = report.tasks["sotu"]
+
+    [axes] = figures.perplexity("sotu", task).axes
+
+    check_marks(axes, task.rows)
+    check_intervals(axes, task.rows)
+    check_legend(axes.figure)
+    [baseline] = [line for line in axes.lines if line.get_linestyle() == ":"]
+    [ar] = [compared.row for compared in task.rows if compared.row.ar]
+    assert baseline.get_xdata()[0] == pytest.approx(ar.value)
+    title = axes.figure.get_suptitle()
+    assert "bootstrap intervals" in title
+    assert "Monte Carlo error" in title.replace("\n", " ")
+    assert axes.get_xscale() == "log"
+    assert "log scale" in axes.get_xlabel()
+
+
+# ---------------------------------------------------------------- the figure of speeds
+
+
+def check_points(axes, lines, rows):
+    """Each rule lies at its steps per token and its value, and those whose steps are measured are joined by dashes."""
+    points = []
+    for name in ("greedy", "margin", "threshold (adaptive: measured NFE)"):
+        points.extend(zip(lines[name].get_xdata(), lines[name].get_ydata(), strict=True))
+        assert (lines[name].get_linestyle() == "--") == ("adaptive" in name)
+    points.sort()
+    assert list(lines["greedy"].get_xdata()) == [pytest.approx(0.25, abs=0.01), 1.0], "a line goes from left to right"
+
+    values = {compared.row.rule: compared.row.value for compared in rows}
+    tokens = sum(TOKENS)
+    expected = []
+    for rule, (_, nfe) in RULES.items():
+        expected.append((int(tokens * nfe) / tokens, values[rule]))
+    assert points == [pytest.approx(point) for point in sorted(expected)]
+
+    left, right = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    for nfe, perplexity in points:
+        assert left < nfe < right
+        assert bottom < perplexity < top
+    assert left < 0.13
+    assert right > 1
+
+
+def check_levels(lines, speeds):
+    """The horizontal lines are the bound, the baseline and the oracle, each labelled with its value."""
+    assert speeds.elbo.estimator == "elbo"
+    assert speeds.elbo.eps == 0.0
+    assert speeds.oracle.estimator == "oracle"
+    assert speeds.ar.ar
+
+    levels = {"ELBO (upper bound)": speeds.elbo, "autoregressive model": speeds.ar, "oracle": speeds.oracle}
+    for start, row in levels.items():
+        [label] = [label for label in lines if label.startswith(start)]
+        assert lines[label].get_ydata()[0] == pytest.approx(row.value)
+        assert f", {columns.value(row).removeprefix('≤ ')}" in label
+        assert (start == "oracle") == ("not a likelihood" in label)
+        if start == "oracle":  # which has no steps: it stands at one for each token
+            assert list(lines[label].get_xdata()) == [1.0]
 
 
 def test_every_rule_of_the_figure_of_speeds_lies_inside_of_its_axes(report):
     task = report.tasks["sotu"]
     [speeds] = task.rules
+
     [axes] = figures.rules("sotu", task, speeds).axes
-    left, right = axes.get_xlim()
-    bottom, top = axes.get_ylim()
+
     lines = {line.get_label(): line for line in axes.lines}
-    shown = {}
-    for name in ("greedy", "margin", "threshold (adaptive: measured NFE)"):
-        shown[name] = list(zip(lines[name].get_xdata(), lines[name].get_ydata(), strict=True))
-        assert (lines[name].get_linestyle() == "--") == ("adaptive" in name)
-    points = sorted(itertools.chain.from_iterable(shown.values()))
-    tokens = sum(TOKENS)
-    value_of = {each.row.rule: each.row.value for each in task.rows}
-    expected = sorted((int(tokens * nfe) / tokens, value_of[rule]) for rule, (_, nfe) in RULES.items())
-    assert points == [pytest.approx(point) for point in expected]
-    assert [nfe for nfe, _ in shown["greedy"]] == [pytest.approx(0.25, abs=0.01), 1.0], "a line goes from left to right"
-    for nfe, perplexity in points:
-        assert left < nfe < right and bottom < perplexity < top
-    assert left < 0.13 and right > 1
-    levels = {"ELBO (upper bound)": speeds.elbo, "autoregressive model": speeds.ar, "oracle": speeds.oracle}
-    for start, row in levels.items():
-        [line] = [line for label, line in lines.items() if label.startswith(start)]
-        assert line.get_ydata()[0] == pytest.approx(row.value)
-        assert f", {columns.value(row).removeprefix('≤ ')}" in line.get_label()
-        assert (start == "oracle") == ("not a likelihood" in line.get_label())
-        if start == "oracle":  # which has no steps: it stands at one for each token
-            assert list(line.get_xdata()) == [1.0]
-    assert (speeds.elbo.estimator, speeds.elbo.eps, speeds.oracle.estimator) == ("elbo", 0.0, "oracle") and speeds.ar.ar
+    check_points(axes, lines, task.rows)
+    check_levels(lines, speeds)
     assert ("log" in axes.get_ylabel()) == (axes.get_yscale() == "log")
     [legend] = axes.figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {label for label in lines if not label.startswith("_")}
+    in_legend = {text.get_text() for text in legend.get_texts()}
+    assert in_legend == {label for label in lines if not label.startswith("_")}
 
 
-def test_every_row_of_the_page_has_the_classes_and_the_mark_of_its_method(report):
-    shown = page.html(report, None)
-    plot = page._plot(report.standings, report.tasks)
-    rows = re.findall(r'<tr class="row ([^"]*)">(.*?)</tr>', shown.partition("</table>")[0], re.DOTALL)
-    standings = [row for _, members in report.standings.groups() for row in members]
-    assert len(rows) == len(standings) == len(report.tasks["sotu"].rows)
-    values = []
-    for (classes, cells), standing in zip(rows, standings, strict=True):
-        row = standing.method.rows["sotu"].row
-        expected = [*standing.method.kind.replace(" ", "-").split()]
-        expected += ["ar"] * row.ar + ["first"] * (standing.rank == 1)
-        assert classes.split() == expected
-        assert f'data-text="{row.model}"' in cells and f"<bdi>{row.model}</bdi>" in cells
-        assert ('<span class="tag">AR</span>' in cells) == row.ar
-        place, *ends = plot["rows"][standing]
-        assert (f'cx="{place}"' in cells) != row.score.is_bound
-        assert (f'd="M{place - 6} 11l9' in cells) == row.score.is_bound
-        assert bool(ends) == (row.estimator != "mixture") == ('class="interval"' in cells)
-        if ends:
-            assert f'x1="{ends[0]}" x2="{ends[1]}" y1="11"' in cells and ends[0] <= place <= ends[1]
-        assert f'class="base" x1="{plot["base"]}"' in cells
-        if row.ar:
-            assert plot["base"] == place
-        text = columns.value(row)
-        assert re.search(rf'<td class="g-value number">{re.escape(text)}', cells), text
-        values.append(row.value)
-    ends = [each.interval for each in report.tasks["sotu"].rows if each.interval]
-    low, *_, high = sorted([*values, *itertools.chain.from_iterable(ends)])
-    likelihoods = values[:-1]
-    assert likelihoods == sorted(likelihoods) and standings[-1].method.named.estimator == "oracle"
+# ---------------------------------------------------------------- the page
+
+
+def check_row(cells, classes, standing, plot):
+    """A row of the page has the classes of its method, and its mark where the plot places it."""
+    row = standing.method.rows["sotu"].row
+    expected_classes = standing.method.kind.replace(" ", "-").split()
+    if row.ar:
+        expected_classes.append("ar")
+    if standing.rank == 1:
+        expected_classes.append("first")
+    assert classes.split() == expected_classes
+
+    assert f'data-text="{row.model}"' in cells
+    assert f"<bdi>{row.model}</bdi>" in cells
+    assert ('<span class="tag">AR</span>' in cells) == row.ar
+
+    place, *interval = plot["rows"][standing]
+    assert (f'cx="{place}"' in cells) != row.score.is_bound
+    assert (f'd="M{place - 6} 11l9' in cells) == row.score.is_bound
+    assert bool(interval) == (row.estimator != "mixture")
+    assert bool(interval) == ('class="interval"' in cells)
+    if interval:
+        low, high = interval
+        assert f'x1="{low}" x2="{high}" y1="11"' in cells
+        assert low <= place <= high
+    assert f'class="base" x1="{plot["base"]}"' in cells
+    if row.ar:
+        assert plot["base"] == place
+
+    text = columns.value(row)
+    assert re.search(rf'<td class="g-value number">{re.escape(text)}', cells), text
+
+
+def check_ticks(shown, plot, values, intervals):
+    """The axis is logarithmic, from the lowest to the highest number that is shown."""
+    numbers = list(values)
+    for interval in intervals:
+        numbers.extend(interval)
+    low = min(numbers)
+    high = max(numbers)
     for x, label in plot["ticks"]:
         assert f'<text x="{x}" y="16">{label}</text>' in shown
         share = math.log(float(label) / low) / math.log(high / low)
         assert x == pytest.approx(page.MARGIN + share * (page.WIDTH - 2 * page.MARGIN), abs=0.06)
 
 
+def test_every_row_of_the_page_has_the_classes_and_the_mark_of_its_method(report):
+    compared_rows = report.tasks["sotu"].rows
+
+    shown = page.html(report, None)
+    plot = page._plot(report.standings, report.tasks)
+
+    first_table, _, _ = shown.partition("</table>")
+    rows = re.findall(r'<tr class="row ([^"]*)">(.*?)</tr>', first_table, re.DOTALL)
+    standings = []
+    for _, members in report.standings.groups():
+        standings.extend(members)
+    assert len(rows) == len(standings) == len(compared_rows)
+    for (classes, cells), standing in zip(rows, standings, strict=True):
+        check_row(cells, classes, standing, plot)
+
+    values = [standing.method.rows["sotu"].row.value for standing in standings]
+    likelihoods = values[:-1]
+    assert likelihoods == sorted(likelihoods)
+    assert standings[-1].method.named.estimator == "oracle"
+    check_ticks(shown, plot, values, [compared.interval for compared in compared_rows if compared.interval])
+
+
 # ---------------------------------------------------------------- files of figures, and their places in report.md
+
+
+def check_place(image, section, name, is_picture):
+    """A figure stands in the section of its task, below the table that it is of: as a picture, or else as a link."""
+    place = section.index(f"({name}.")
+    assert section.startswith(image.task)
+    assert (place < section.index("### Rules against NFE")) == (image.kind == "perplexity")
+    assert ("![" in section[:place].splitlines()[-1]) == is_picture
 
 
 def test_each_task_has_its_figures_in_every_format(folders, monkeypatch, tmp_path):
@@ -174,20 +291,24 @@ def test_each_task_has_its_figures_in_every_format(folders, monkeypatch, tmp_pat
         for rule, (rate, nfe) in list(RULES.items())[:2]:
             ours(tmp_path, docs={task: docs(rate)["sotu"]}, rule=rule, nfe=nfe)
     content = collect(parse([str(folders[0]), str(tmp_path), "--out", "unused", "--as_published"]))
-    for formats, width in ((("png", "pdf"), None), (("pdf", "svg"), 4.5), (("pdf",), None)):
+    figures_of_tasks = []
+    for task in content.tasks:
+        figures_of_tasks += [(task, "perplexity"), (task, "rules")]
+
+    for formats, width, first_picture in (
+        (("png", "pdf"), None, "png"),
+        (("pdf", "svg"), 4.5, "svg"),
+        (("pdf",), None, None),
+    ):
         images = figures.draw(content.tasks, formats, width)
-        assert [(image.task, image.kind) for image in images] == [
-            (task, kind) for task in content.tasks for kind in ("perplexity", "rules")
-        ]
         text = reports.markdown(content, images)
-        sections = dict(zip(content.tasks, re.split(r"^## ", text, flags=re.MULTILINE)[1:], strict=False))
+
+        assert [(image.task, image.kind) for image in images] == figures_of_tasks
+        _, *by_heading = re.split(r"^## ", text, flags=re.MULTILINE)
+        sections = dict(zip(content.tasks, by_heading, strict=False))
         for image in images:
-            stem = f"{image.kind}_{re.sub('[^a-z]', '_', image.task)}"
-            assert image.files == {f"{stem}.{form}": f"{form} {width is not None}".encode() for form in formats}
-            shown = next((form for form in formats if form != "pdf"), "pdf")
-            assert text.count(f"]({stem}.{shown})") == 1 == text.count(f"({stem}.")
-            section = sections[image.task]
-            place = section.index(f"({stem}.")
-            assert section.startswith(image.task)
-            assert (place < section.index("### Rules against NFE")) == (image.kind == "perplexity")
-            assert ("![" in section[:place].splitlines()[-1]) == (shown != "pdf")
+            name = f"{image.kind}_{re.sub('[^a-z]', '_', image.task)}"
+            assert image.files == {f"{name}.{form}": f"{form} {width is not None}".encode() for form in formats}
+            assert text.count(f"]({name}.{first_picture or 'pdf'})") == 1
+            assert text.count(f"({name}.") == 1
+            check_place(image, sections[image.task], name, is_picture=first_picture is not None)
