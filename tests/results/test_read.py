@@ -42,7 +42,9 @@ def made(tmp_path):
 def test_another_file_in_a_folder_of_traces_is_left_out(tmp_path, caplog):
     path = trace(tmp_path / "t.jsonl", ours(tmp_path / "results", docs=DOCS), [])
     (tmp_path / "samples.jsonl").write_text('{"doc_id": 0}\n')
-    assert trace_files(str(tmp_path)) == [str(path)] and "samples.jsonl" in caplog.text
+
+    assert trace_files(str(tmp_path)) == [str(path)]
+    assert "samples.jsonl" in caplog.text
 
 
 def test_the_files_of_twelve_ranks_are_one_trace(tmp_path):
@@ -54,6 +56,19 @@ def test_the_files_of_twelve_ranks_are_one_trace(tmp_path):
     assert trace_files(str(tmp_path)) == [str(path)]
 
 
+def paths_of_entries(value, path=()):
+    """The path of each entry of a JSON value, however deep."""
+    if isinstance(value, dict):
+        keys = list(value)
+    elif isinstance(value, list):
+        keys = range(len(value))
+    else:
+        return
+    for key in keys:
+        yield (*path, key)
+        yield from paths_of_entries(value[key], (*path, key))
+
+
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_edits(tmp_path, count, monkeypatch):
     """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""
@@ -61,16 +76,11 @@ def test_random_edits(tmp_path, count, monkeypatch):
     file = made(tmp_path)
     whole = file.read_text()
     chance = random.Random(0)
+    paths = list(paths_of_entries(json.loads(whole)))
 
-    def paths(value, path=()):
-        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-            yield (*path, key)
-            yield from paths(value[key], (*path, key))
-
-    everywhere = list(paths(json.loads(whole)))
     for _ in range(count):
         file.write_text(whole)
-        put(file, chance.choice(everywhere), chance.choice(VALUES))
+        put(file, chance.choice(paths), chance.choice(VALUES))
         with contextlib.suppress(DuelError):
             run(tmp_path, "--as_published")
 
@@ -95,29 +105,37 @@ def test_a_file_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path, pla
     file = ours(tmp_path / "results", docs=DOCS)
     run(tmp_path)
     put(file, place, value)
+
     with pytest.raises(DuelError) as error:
         run(tmp_path)
-    assert str(file) in str(error.value) and named in str(error.value)
+
+    assert str(file) in str(error.value)
+    assert named in str(error.value)
 
 
 def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
     file = ours(tmp_path / "results", docs=DOCS)
     put(file, "config.duel.tasks.sotu.documents", 1)
     put(file, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
-    found = run(tmp_path)["tasks"]["sotu"]
-    assert found["rows"][0]["nfe"] is None and any("are of 1 documents of sotu" in note for note in found["notes"])
+
+    task = run(tmp_path)["tasks"]["sotu"]
+
+    assert task["rows"][0]["nfe"] is None
+    assert any("are of 1 documents of sotu" in note for note in task["notes"])
 
 
 def test_files_that_are_no_results(tmp_path):
     folder = tmp_path / "results"
-    for make, message in (
-        (lambda: None, "No file or folder"),
-        (folder.mkdir, r"No results_\*\.json \(or \*_DATE\.json\) in"),
-        (lambda: (folder / "results_x.json").write_text("{}"), "is not a results file of lm_eval, or is not whole"),
-    ):
-        make()
-        with pytest.raises(DuelError, match=message):
-            run(tmp_path)
+    with pytest.raises(DuelError, match="No file or folder"):
+        run(tmp_path)
+
+    folder.mkdir()
+    with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
+        run(tmp_path)
+
+    (folder / "results_x.json").write_text("{}")
+    with pytest.raises(DuelError, match="is not a results file of lm_eval, or is not whole"):
+        run(tmp_path)
 
 
 def test_infinity_is_null_with_a_reason(tmp_path):
@@ -126,11 +144,15 @@ def test_infinity_is_null_with_a_reason(tmp_path):
     file = ours(tmp_path / "results", {"a": {"token_perplexity": 25.0}})
     put(file, "results.a.token_perplexity,none", math.inf)
     put(file, "config.duel.tasks.a.values.duel", IMPOSSIBLE)
-    found = run(tmp_path, "--as_published")
-    (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
-    assert row["value"] is None and row["gap_closed"] is None and "infinite" in row["gap_closed_reason"]
-    place = f"tasks.a.rows.{found['tasks']['a']['rows'].index(row)}.value"
-    assert found["nulls"][place].startswith("infinite: ")
+
+    content = run(tmp_path, "--as_published")
+
+    rows = content["tasks"]["a"]["rows"]
+    [number] = [number for number, row in enumerate(rows) if row["rule"]]
+    assert rows[number]["value"] is None
+    assert rows[number]["gap_closed"] is None
+    assert "infinite" in rows[number]["gap_closed_reason"]
+    assert content["nulls"][f"tasks.a.rows.{number}.value"].startswith("infinite: ")
     assert "a: inf under" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -138,9 +160,14 @@ def test_an_order_of_a_lattice_that_is_impossible_has_no_value(tmp_path):
     """One order of a lattice may meet a token of probability 0 (top_k), and so may all of them."""
     file = ours(tmp_path / "results", docs=DOCS, estimator="mixture", values={"sotu": LATTICE})
     put(file, "config.duel.tasks.sotu.values.greedy:k=1", IMPOSSIBLE)
-    shown = {row["rule"] or row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
-    assert shown.keys() == LATTICE.keys() and shown["greedy:k=1"]["value"] is None
-    assert shown["margin:k=1"]["value"] is not None
+
+    values = {}
+    for row in run(tmp_path)["tasks"]["sotu"]["rows"]:
+        values[row["rule"] or row["estimator"]] = row["value"]
+
+    assert values.keys() == LATTICE.keys()
+    assert values["greedy:k=1"] is None
+    assert values["margin:k=1"] is not None
 
 
 # ---------------------------------------------------------------- samples, tasks, models
@@ -149,21 +176,35 @@ def test_an_order_of_a_lattice_that_is_impossible_has_no_value(tmp_path):
 def test_a_number_per_document_is_aggregated_as_the_harness_does(tmp_path):
     file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, size=3)
     put(file, "results.lambada", {"perplexity,none": math.exp(2.0), "acc,none": 0.5})
-    lines = [{"doc_id": n, "doc": {"n": n}, "doc_hash": str(n), "perplexity": v} for n, v in enumerate((-1, -2, -3))]
+    lines = []
+    for n, nats in enumerate((-1, -2, -3)):
+        sample = {"doc_id": n, "doc": {"n": n}, "doc_hash": str(n), "perplexity": nats}
+        lines.append(json.dumps(sample))
     samples = file.with_name(file.name.replace("results_", "samples_lambada_")).with_suffix(".jsonl")
-    samples.write_text("\n".join(map(json.dumps, lines)))
-    found = run(tmp_path)
-    (row,) = found["tasks"]["lambada"]["rows"]
-    assert found["tasks"]["lambada"]["metric"] == "perplexity"
-    assert row["interval"][0] < row["value"] < row["interval"][1]
+    samples.write_text("\n".join(lines))
+
+    task = run(tmp_path)["tasks"]["lambada"]
+
+    assert task["metric"] == "perplexity"
+    [row] = task["rows"]
+    low, high = row["interval"]
+    assert low < row["value"] < high
 
 
 def test_samples_of_another_run_give_no_interval(tmp_path):
     file = ours(tmp_path / "results", docs=DOCS)
-    edit_samples(file, lambda record: record["token_perplexity"].__setitem__(0, 2 * record["token_perplexity"][0]))
-    (row,) = run(tmp_path)["tasks"]["sotu"]["rows"]
+
+    def double_nats(record):
+        nats, tokens = record["token_perplexity"]
+        record["token_perplexity"] = [2 * nats, tokens]
+
+    edit_samples(file, double_nats)
+
+    [row] = run(tmp_path)["tasks"]["sotu"]["rows"]
+
     assert row["interval"] is None
-    assert row["reason"].startswith("the samples of sotu give token_perplexity") and "31." in row["reason"]
+    assert row["reason"].startswith("the samples of sotu give token_perplexity")
+    assert "31." in row["reason"]
 
 
 def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
@@ -178,16 +219,22 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
     """A lattice run that a cache continued with one more rule: margin is of 2 of 4 documents."""
     file = ours(tmp_path / "results", docs=DOCS, estimator="oracle", values={"sotu": LATTICE})
     put(file, "config.duel.tasks.sotu.values.margin:k=1", {"log_prob": -72.0, "windows": 2})
-    found = run(tmp_path)["tasks"]["sotu"]
-    assert "margin:k=1" not in {row["rule"] for row in found["rows"]}
-    assert all("margin" not in line for line in found["headlines"])
-    assert any(note.startswith("margin:k=1 of sotu in") and "left out: " in note for note in found["notes"])
+
+    task = run(tmp_path)["tasks"]["sotu"]
+
+    assert "margin:k=1" not in [row["rule"] for row in task["rows"]]
+    assert all("margin" not in line for line in task["headlines"])
+    [note] = [note for note in task["notes"] if note.startswith("margin:k=1 of sotu in")]
+    assert "left out: " in note
 
 
 def test_models_of_one_name_are_told_apart(tmp_path):
     for model in ("one/M", "two/M", "N"):
         ours(tmp_path / "results", model=model, docs=DOCS)
-    assert {row["model"] for row in run(tmp_path)["tasks"]["sotu"]["rows"]} == {"one/M", "two/M", "N"}
+
+    shown = {row["model"] for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
+
+    assert shown == {"one/M", "two/M", "N"}
 
 
 # ---------------------------------------------------------------- traces
@@ -204,12 +251,15 @@ def test_a_trace_of_none_of_the_results_is_named(tmp_path, monkeypatch, header):
     paths = [trace(tmp_path / "first.jsonl", first, [window]), trace(tmp_path / "copy.jsonl", first, [window])]
     foreign = trace(tmp_path / "foreign.jsonl", other, [window])
     first_line, *lines = foreign.read_text().splitlines(keepends=True)
-    foreign.write_text("".join([json.dumps(json.loads(first_line) | header) + "\n", *lines]))
+    header_of_foreign = json.loads(first_line)
+    foreign.write_text("".join([json.dumps(header_of_foreign | header) + "\n", *lines]))
 
-    found = run(tmp_path, "--traces", *paths, foreign, "--page", "--tokenizer", "demo-mdm")
-    [note] = [note for note in found["notes"] if "none of the results" in note]
-    assert str(foreign) in note and json.loads(first_line)["fingerprint"] in note
-    [document] = found["documents"]
+    content = run(tmp_path, "--traces", *paths, foreign, "--page", "--tokenizer", "demo-mdm")
+
+    [note] = [note for note in content["notes"] if "none of the results" in note]
+    assert str(foreign) in note
+    assert header_of_foreign["fingerprint"] in note
+    [document] = content["documents"]
     names = [order["label"].split(",")[0] for order in document["orders"]]
     assert names == ["First", "First", "Other" if header else "foreign"]
 
@@ -217,34 +267,45 @@ def test_a_trace_of_none_of_the_results_is_named(tmp_path, monkeypatch, header):
 def test_intervals_of_a_lattice_need_its_trace(tmp_path):
     """Not one that is gone, or of another run."""
     nats = {"oracle": [-20.0, -12.0], "mixture": [-30.0, -14.0], "greedy:k=1": [-29.0, -13.5]}
-    values = {"sotu": {name: math.exp(-sum(v) / 12) for name, v in nats.items()}}
-    docs = {"sotu": documents(nats["oracle"], [8, 4], TEXTS[:2])}
-    path = tmp_path / "t.jsonl"
-    duel = {"attention": "block_causal", "trace": str(path)}
-    file = ours(tmp_path / "results", docs=docs, estimator="oracle", values=values, duel=duel)
+    perplexities = {name: math.exp(-sum(nats_of_documents) / 12) for name, nats_of_documents in nats.items()}
     windows = []
     for doc, count in ((0, 2), (1, 1)):  # two windows of the first document
-        of_window = {name: of_documents[doc] / count for name, of_documents in nats.items()}
+        values = {name: nats_of_documents[doc] / count for name, nats_of_documents in nats.items()}
         for n in range(count):
-            windows.append({"task": "sotu", "doc": doc, "window": n, "values": of_window})
-    traced = trace(path, file, windows)
+            windows.append({"task": "sotu", "doc": doc, "window": n, "values": values})
+    path = tmp_path / "t.jsonl"
+    file = ours(
+        tmp_path / "results",
+        docs={"sotu": documents(nats["oracle"], [8, 4], TEXTS[:2])},
+        estimator="oracle",
+        values={"sotu": perplexities},
+        duel={"attention": "block_causal", "trace": str(path)},
+    )
+    trace(path, file, windows)
+
+    def reasons(content):
+        """What is said of the intervals of the mixture and of greedy. The samples give the oracle's."""
+        rows = content["tasks"]["sotu"]["rows"]
+        return {row["reason"] for row in rows if row["estimator"] != "oracle"}
+
     for row in run(tmp_path)["tasks"]["sotu"]["rows"]:
-        assert row["interval"][0] < row["value"] < row["interval"][1], row["name"]
-    moved = traced.rename(tmp_path / "moved.jsonl")
+        low, high = row["interval"]
+        assert low < row["value"] < high, row["name"]
 
-    def reasons(*more):
-        found = run(tmp_path, *more)
-        rows = found["tasks"]["sotu"]["rows"]
-        return found["notes"], {row["reason"] for row in rows if row["estimator"] != "oracle"}
+    moved = path.rename(tmp_path / "moved.jsonl")
+    content = run(tmp_path)
+    assert any("is no longer at" in note for note in content["notes"])
+    assert all(reason.startswith("no trace of") for reason in reasons(content))
 
-    notes, why = reasons()
-    assert any("is no longer at" in note for note in notes) and all(reason.startswith("no trace of") for reason in why)
-    [reason] = reasons("--traces", moved)[1]
+    [reason] = reasons(run(tmp_path, "--traces", moved))
     assert reason.startswith("from 2 distinct documents")  # an interval, from few of them
-    moved.write_text("\n".join(moved.read_text().splitlines()[:-1]) + "\n")
-    assert all("another run's trace" in reason for reason in reasons("--traces", moved)[1])
+
+    without_last_line = moved.read_text().splitlines()[:-1]
+    moved.write_text("\n".join(without_last_line) + "\n")
+    assert all("another run's trace" in reason for reason in reasons(run(tmp_path, "--traces", moved)))
+
     moved.rename(file.parent / path.name)  # next to the results it is found by its name
-    assert all("another run's trace" in reason for reason in reasons()[1])
+    assert all("another run's trace" in reason for reason in reasons(run(tmp_path)))
 
 
 # ---------------------------------------------------------------- groups, estimators, the folder
@@ -255,21 +316,27 @@ def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch,
     entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
     monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
     ours(tmp_path / "results", docs=DOCS, estimator="fake", values={"sotu": {"mixture": 7.0}})
+
     rows = {row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
-    assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
+
+    assert set(rows) == {"fake", "mixture"}
+    fake = rows["fake"]
+    assert fake["name"].startswith("Fake Estimator")
     for file in ("report.md", "methods_sotu.tex"):
         assert "Fake Estimator" in (tmp_path / "out" / file).read_text()
-    assert rows["fake"]["rule"] is None
-    assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
-    assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
-    assert rows["mixture"]["best"] is rows["fake"]["likelihood"] and not rows["fake"]["best"]
-    assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
+    assert fake["rule"] is None
+    assert fake["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
+    assert fake["bound"] is (kind is registry.Kind.UPPER_BOUND)
+    assert not fake["best"]
+    assert rows["mixture"]["best"] is fake["likelihood"]
+    assert (kind.value in fake["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
 
 
 def test_names_of_files_differ_where_case_is_ignored():
     """Two tables of one kind are named after what they are about."""
-    found = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "NFE: M, block 4"), ("a", "rules", "NFE: N")]
-    assert list(stems(found)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
+    tables = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "NFE: M, block 4"), ("a", "rules", "NFE: N")]
+
+    assert list(stems(tables)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
     assert list(stems([("notes.txt", "gap", "")])) == ["gap_notes_txt"], "the only extension is that of the table"
 
 
@@ -288,9 +355,12 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path, mine, message):
     mine |= {"thesis.tex": "years of work"}
     for name, text in mine.items():
         (out / name).write_text(text)
+
     with pytest.raises(DuelError, match=message):
         run(tmp_path)
-    assert {path.name: path.read_text() for path in out.iterdir()} == mine
+
+    content = {path.name: path.read_text() for path in out.iterdir()}
+    assert content == mine
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -302,30 +372,35 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):
     made(tmp_path)
-    before = run(tmp_path)["files"]
-    mine = tmp_path / "out" / "thesis.tex"
-    mine.write_text("years of work")
-    after = run(tmp_path, "--pairs", "none")["files"]
-    assert {*before} - {*after} == {"pairs_sotu.tex"} and mine.read_text() == "years of work"
-    assert {path.name for path in mine.parent.iterdir()} == {*after, mine.name}
+    before = set(run(tmp_path)["files"])
+    out = tmp_path / "out"
+    (out / "thesis.tex").write_text("years of work")
+
+    after = set(run(tmp_path, "--pairs", "none")["files"])
+
+    assert before - after == {"pairs_sotu.tex"}
+    assert (out / "thesis.tex").read_text() == "years of work"
+    assert {path.name for path in out.iterdir()} == after | {"thesis.tex"}
 
 
 def test_a_run_ends_with_a_table_of_kinds_and_errors():
     """From the content of a results file alone: the values of its report, a bound and an oracle told as such."""
-    shown = {}
+    lines = []
     for file in sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json")):
-        shown |= dict.fromkeys(summary(json.loads(file.read_text())).splitlines())
-    text = "\n".join(shown)
+        content = json.loads(file.read_text())
+        lines += summary(content).splitlines()
+
     for value, kind in (
         ("≤ 42.27 ± 0.17", "an upper bound of the perplexity"),
         ("≤ 42.04", "an upper bound of the perplexity"),
         ("35.28", "a likelihood"),
         ("25.30", "not a likelihood"),
+        ("± 0.17", "Monte Carlo"),
     ):
-        assert any(f"{value} |" in line and kind in line for line in shown), (value, kind, text)
-    assert any("± 0.17" in line and "Monte Carlo" in line for line in shown)
-    assert "--limit" not in text
-    content = json.loads(file.read_text())
+        lines_with_value = [line for line in lines if f"{value} |" in line]
+        assert any(kind in line for line in lines_with_value), (value, kind, lines)
+    assert "--limit" not in "\n".join(lines)
+
     content["n-samples"]["sotu"]["original"] = 99
     assert "36 of 99 documents of sotu" in summary(content)
 
@@ -334,12 +409,12 @@ def test_a_run_without_perplexity_ends_with_its_documents_and_its_fingerprint():
     [file] = sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json"))[:1]
     content = json.loads(file.read_text())
     content["results"] = {"sotu": {"alias": "sotu", "exact_match,none": 0.5, "exact_match_stderr,none": 0.1}}
-    about = f"fingerprint {content['config']['fingerprint']}"
-    assert summary(content) == f"36 documents of sotu, {about}"
+    fingerprint = content["config"]["fingerprint"]
+    assert summary(content) == f"36 documents of sotu, fingerprint {fingerprint}"
 
     content["results"] = dict.fromkeys("abcdefghij", content["results"]["sotu"])
     content["n-samples"] = {name: {"original": 40, "effective": 30} for name in "abcdefghij"}
-    assert summary(content) == f"300 of 400 documents of 10 tasks (--limit), {about}"
+    assert summary(content) == f"300 of 400 documents of 10 tasks (--limit), fingerprint {fingerprint}"
 
 
 def test_a_report_names_files_as_the_command_does(tmp_path, monkeypatch, capsys):

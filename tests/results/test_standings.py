@@ -9,6 +9,7 @@ import re
 import shlex
 
 import markupsafe
+import numpy as np
 import pytest
 from lm_eval._cli import HarnessCLI
 from results import GONE, documents, edit, hf, ours, put, trace
@@ -54,9 +55,12 @@ def board(*arguments):
 # ---------------------------------------------------------------- what is kept apart
 
 
-def members(content):
-    """The models of each table."""
-    return ["".join(each.row.model for each in task.rows) for task in content.tasks.values()]
+def models_of_tables(content):
+    """The models of each table, as one word."""
+    models = []
+    for task in content.tasks.values():
+        models.append("".join(compared.row.model for compared in task.rows))
+    return models
 
 
 def test_unequal_documents_and_windows_never_share_a_table(tmp_path):
@@ -65,10 +69,12 @@ def test_unequal_documents_and_windows_never_share_a_table(tmp_path):
     made(tmp_path, "Few", NATS[:2])
     made(tmp_path, "Other", texts=["x y", "x z", "z z"])
     made(tmp_path, "Short", duel={"row_capacity": 10})
+
     content = board(tmp_path, "--metric", "word_perplexity", "--apart")
-    assert members(content) == ["AB", "Few", "Other", "Short"]
+
+    assert models_of_tables(content) == ["AB", "Few", "Other", "Short"]
     assert list(content.tasks) == ["sotu (1)", "sotu (2)", "sotu (3)", "sotu (4)"]
-    for name in list(content.tasks)[1:]:
+    for name in ("sotu (2)", "sotu (3)", "sotu (4)"):
         assert any(note.fact.startswith(f"{name}: ") for note in content.notes), "it is said why"
     ranks = {row.method.named.model: row.rank for row in content.standings.rows}
     assert ranks == {"A": 1, "B": 1, "Few": None, "Other": None, "Short": None}
@@ -78,28 +84,40 @@ def test_two_results_of_one_model_and_task_are_two_rows(tmp_path):
     """Of equal names, whatever their specs differ in; and of accuracies, too."""
     made(tmp_path)
     made(tmp_path, nats=(-61, -150, -90), spec={"note": "another"})
-    for date in (0, 1):
-        edit(made(tmp_path, "C"), lambda body, date=date: body["results"].update(choice={"acc,none": 0.5 + date / 10}))
-    content = board(tmp_path)
-    assert len([row for row in content.standings.rows if row.method.named.model == "A"]) == 2
-    found = [row.method for row in content.standings.rows if "choice" in row.method.scored]
-    assert {method.scored["choice"].scores("choice")["acc"][0] for method in found} == {0.5, 0.6}
+    for accuracy in (0.5, 0.6):
+        put(made(tmp_path, "C"), "results.choice", {"acc,none": accuracy})
+
+    methods = [row.method for row in board(tmp_path).standings.rows]
+
+    assert [method.named.model for method in methods].count("A") == 2
+    accuracies = set()
+    for method in methods:
+        if "choice" in method.scored:
+            accuracy, _ = method.scored["choice"].scores("choice")["acc"]
+            accuracies.add(accuracy)
+    assert accuracies == {0.5, 0.6}
 
 
 def test_methods_of_one_name_in_different_tasks_have_different_labels(tmp_path):
     made(tmp_path)
     made(tmp_path, docs={"news": docs(NATS)}, spec={"max_length": "513"})
+
     labels = {row.method.label for row in board(tmp_path).standings.rows}
-    assert labels == {f"DUEL, greedy, block 4, max_length={length}" for length in (513, 1025)}
+
+    assert labels == {"DUEL, greedy, block 4, max_length=513", "DUEL, greedy, block 4, max_length=1025"}
 
 
 def test_an_oracle_of_one_task_neither_prevents_means_nor_has_a_rank(tmp_path):
     for model in "AB":
         made(tmp_path, model, docs={"sotu": docs(NATS), "news": docs(NATS)})
     made(tmp_path, estimator="oracle")
+
     standings = board(tmp_path).standings
+
     assert sorted(standings.mean_of) == ["news", "sotu"]
-    ranks = {(row.method.named.model, row.method.named.estimator): row.rank for row in standings.rows}
+    ranks = {}
+    for row in standings.rows:
+        ranks[row.method.named.model, row.method.named.estimator] = row.rank
     assert ranks == {("A", "duel"): 1, ("B", "duel"): 1, ("A", "oracle"): None}
 
 
@@ -109,15 +127,18 @@ def test_each_task_keeps_its_unit(tmp_path):
     made(tmp_path, "B")
     for model in "AB":
         values = {"token_perplexity": 12.5, "byte_perplexity": 12.5, "bits_per_byte": 3.6}
-        put(ours(tmp_path, {"proteins": values}, model=model), ("results", "proteins", "token_perplexity,none"), GONE)
+        file = ours(tmp_path, {"proteins": values}, model=model)
+        put(file, "results.proteins.token_perplexity,none", GONE)
+
     content = board(tmp_path)
-    assert {name: task.metric for name, task in content.tasks.items()} == {
-        "sotu": "token_perplexity",
-        "proteins": "byte_perplexity",
-    }
-    assert content.standings.mean_of == [] and content.standings.by == "sotu"
     shown = page.html(content, None)
-    assert "sotu ppl/token" in shown and "proteins ppl/byte" in shown
+
+    metrics = {name: task.metric for name, task in content.tasks.items()}
+    assert metrics == {"sotu": "token_perplexity", "proteins": "byte_perplexity"}
+    assert content.standings.mean_of == []
+    assert content.standings.by == "sotu"
+    assert "sotu ppl/token" in shown
+    assert "proteins ppl/byte" in shown
 
 
 def test_accuracies_are_on_the_page(tmp_path):
@@ -126,7 +147,11 @@ def test_accuracies_are_on_the_page(tmp_path):
         body["configs"]["choice"] = {"output_type": "multiple_choice"}
 
     edit(made(tmp_path), more)
-    assert "choice acc" in page.html(board(tmp_path), None) and "0.5000 ± 0.1000" in page.html(board(tmp_path), None)
+
+    shown = page.html(board(tmp_path), None)
+
+    assert "choice acc" in shown
+    assert "0.5000 ± 0.1000" in shown
 
 
 def test_a_page_of_accuracies_alone_says_so(tmp_path):
@@ -136,9 +161,13 @@ def test_a_page_of_accuracies_alone_says_so(tmp_path):
         body["config"]["duel"]["tasks"] = {}
 
     edit(made(tmp_path), only)
+
     content = board(tmp_path)
     shown = page.html(content, None)
-    assert "0.5000 ± 0.1000" in shown and "no result has a perplexity" in shown and "lower is better" not in shown
+
+    assert "0.5000 ± 0.1000" in shown
+    assert "no result has a perplexity" in shown
+    assert "lower is better" not in shown
     assert all(row.rank is None for row in content.standings.rows)
 
 
@@ -147,11 +176,16 @@ def test_advice_is_not_on_the_page(tmp_path):
     values = {"sotu": {"greedy:k=1": 8.0, "mixture": 9.0}}
     file = made(tmp_path / "somebody", estimator="oracle", values=values)
     put(file, "config.duel.trace", str(tmp_path / "gone.jsonl"))
+
     content = board(tmp_path)
+    text = markdown(content)
     shown = page.html(content, None)
-    assert "--traces" in markdown(content) and "estimator=ar" in markdown(content)
+
+    assert "--traces" in text
+    assert "estimator=ar" in text
+    without_code = re.sub("<style>.*?</style>|<script>.*?</script>|<pre.*?</pre>", "", shown, flags=re.DOTALL)
     for advice in ("--", "trace=FILE", "estimator=ar", str(tmp_path)):
-        assert advice not in re.sub("<style>.*?</style>|<script>.*?</script>|<pre.*?</pre>", "", shown, flags=re.DOTALL)
+        assert advice not in without_code
 
 
 # ---------------------------------------------------------------- ranks and means
@@ -183,31 +217,41 @@ def several(folder):
     return folder
 
 
+def rank(name, values, ranked):
+    """The place of a value among those of the methods that have a rank: 1 for the lowest."""
+    return 1 + sum(values[other] < values[name] for other in ranked)
+
+
 def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
+    """The mean is the geometric one of both perplexities; the mean rank that of the ranks in each task."""
+    sotu = {}
+    news = {}
+    means = {}
+    for name, (nats_of_sotu, nats_of_news) in SEVERAL.items():
+        sotu[name] = math.exp(-sum(nats_of_sotu) / sum(TOKENS))
+        news[name] = math.exp(-sum(nats_of_news) / sum(TOKENS))
+        means[name] = math.sqrt(sotu[name] * news[name])
+    ranked = [name for name in SEVERAL if name[1] in ("duel", "ar")]
+
     content = board(several(tmp_path))
     printed = markdown(content)
+
     rows = {}
     for row in content.standings.rows:
         named = row.method.named
-        rows[named.model, named.estimator, (named.rule or "").partition(":")[0], named.cache or ""] = row
-    values = {}  # of both tasks
-    means = {}
-    for name, (first, second) in SEVERAL.items():
-        values[name] = math.exp(-sum(first) / sum(TOKENS)), math.exp(-sum(second) / sum(TOKENS))
-        means[name] = math.sqrt(math.prod(values[name]))
-    ranked = [name for name in SEVERAL if name[1] in ("duel", "ar")]
+        rule, _, _ = (named.rule or "").partition(":")
+        rows[named.model, named.estimator, rule, named.cache or ""] = row
     assert rows.keys() == SEVERAL.keys()
     for name, row in rows.items():
         assert row.mean == pytest.approx(means[name], rel=1e-9)
-        assert all(f" {value:.2f}" in printed for value in (means[name], *values[name]))
-        if name not in ranked:
-            assert row.rank is None and row.mean_rank is None, "although its numbers are the lowest"
-            continue
-        assert row.rank == 1 + sum(means[other] < means[name] for other in ranked)
-        places = 0
-        for task in (0, 1):
-            places += 1 + sum(values[other][task] < values[name][task] for other in ranked)
-        assert row.mean_rank == places / 2
+        for value in (means[name], sotu[name], news[name]):
+            assert f" {value:.2f}" in printed
+        if name in ranked:
+            assert row.rank == rank(name, means, ranked)
+            assert row.mean_rank == (rank(name, sotu, ranked) + rank(name, news, ranked)) / 2
+        else:
+            assert row.rank is None, "although its numbers are the lowest"
+            assert row.mean_rank is None
     assert rows["E", "duel", "greedy", "none"].method.kind == "estimate"
     assert [run.label for run in content.baselines] == ["AR"], "the only autoregressive model is the one of the gaps"
 
@@ -218,16 +262,19 @@ def test_noise_seeds_do_not_compete(tmp_path):
     made(tmp_path, "A", (-60, -150, -90), spec={"noise_seed": "0"})
     made(tmp_path, "A", (-55, -140, -85), spec={"noise_seed": "1"})
     made(tmp_path, "B", (-58, -145, -88))
+
     content = board(tmp_path)
-    rows = [each for each in content.tasks["sotu"].rows if each.row.model == "A"]
-    assert [each.row.noise_seed for each in rows] == ["0", "1"]
-    assert not any(each.best for each in rows)
+
+    rows = [compared for compared in content.tasks["sotu"].rows if compared.row.model == "A"]
+    assert [compared.row.noise_seed for compared in rows] == ["0", "1"]
+    assert not any(compared.best for compared in rows)
     ranks = {}
     for row in content.standings.rows:
         ranks[row.method.named.model, row.method.named.noise_seed] = row.rank
     assert ranks == {("AR", None): 1, ("A", "1"): 2, ("B", None): 3, ("A", "0"): 3}, "each is ranked among the others"
     headline = next(line for line in content.headlines["sotu"] if "**A**" in line)
-    assert "noise seed 0" in headline and "Lowest" not in headline, "the first seed, not the best one"
+    assert "noise seed 0" in headline, "the first seed, not the best one"
+    assert "Lowest" not in headline
 
 
 def test_another_sampler_is_named_where_its_bound_is_shown(tmp_path):
@@ -247,23 +294,29 @@ def plotted(*arguments):
 
 def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
     several(tmp_path)
+
     for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
         plot = plotted(tmp_path, "--metric", metric)
-        values = [scale(row.main) for row in plot["rows"]]
-        places = [place for place, *_ in plot["rows"].values()]
+        values = np.array([scale(row.main) for row in plot["rows"]])
+        places = np.array([place for place, *_ in plot["rows"].values()])
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
-        assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
-        assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
+        assert places == pytest.approx(places[0] + slope * (values - values[0]), abs=0.3)
+        assert page.MARGIN <= places.min() < places.max() <= page.WIDTH - page.MARGIN
+
     made(tmp_path / "one")
     made(tmp_path / "one", "B", (-70, -140, -95))
-    assert all(low < place < high for place, low, high in plotted(tmp_path / "one")["rows"].values())
+    for place, low, high in plotted(tmp_path / "one")["rows"].values():
+        assert low < place < high
 
 
 @pytest.mark.parametrize("low, high", [(29, 121), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (4.9, 6.1), (97, 104)])
 def test_ticks_are_few_and_round(low, high):
     ticks = page._ticks(low, high)
-    assert 2 <= len(ticks) <= page.MOST_TICKS and [low, *ticks, high] == sorted([low, *{*ticks}, high])
-    assert all(math.isclose(tick, float(f"{tick:.3g}")) for tick in ticks)
+
+    assert 2 <= len(ticks) <= page.MOST_TICKS
+    assert [low, *ticks, high] == sorted([low, *set(ticks), high]), "they go up, inside of the axis, each once"
+    for tick in ticks:
+        assert math.isclose(tick, float(f"{tick:.3g}"))
 
 
 # ---------------------------------------------------------------- names are text
@@ -276,10 +329,19 @@ def named(folder, name):
         duel = body["config"]["duel"]
         duel["pretrained"] = body["config"]["model_args"]["pretrained"] = body["config"]["fingerprint"] = name
         duel["versions"] = {name: name}
-        for part in (*(body[key] for key in ("results", "configs", "versions", "n-samples")), duel["tasks"]):
-            part[name] = part.pop("sotu")
+        for by_task in (body["results"], body["configs"], body["versions"], body["n-samples"], duel["tasks"]):
+            by_task[name] = by_task.pop("sotu")
 
     edit(made(folder, spec={"note": name, "weights": name}), rename)
+
+
+UNESCAPED_MARKUP = r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\("  # a formula, a tag or a link of Markdown
+UNESCAPED_BAR = r"(?<!\\)\|"  # the end of a cell
+
+
+def is_formula(cell):
+    """Whether a program that shows tables may compute a cell of CSV. A negative number is none."""
+    return cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell) is not None
 
 
 def test_names_are_text_in_every_output(tmp_path):
@@ -288,18 +350,25 @@ def test_names_are_text_in_every_output(tmp_path):
     figure = ("MDLM", "duel", NAMES[0], "token_perplexity", "3", NAMES[2])
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([published.NEEDED, figure])
+
     content = board(tmp_path, "--published", tmp_path / "published.csv")
     shown = page.html(content, NAMES[0])
-    text = markdown(content)
+    lines = markdown(content).splitlines()
+    table = csv.reader(io.StringIO(files.csv_of(content.standings)))
+
     for name in NAMES:
         assert str(markupsafe.escape(one_line(name))) in shown, f"{name!r} is shown as it is"
         assert "<" not in name or name not in shown
-    widths = {line.count("|") for line in text.splitlines() if re.fullmatch(r"[|: -]+", line)}
-    for line in text.splitlines():
-        assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
-        assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) in widths, line
-    for row in csv.reader(io.StringIO(files.csv_of(content.standings))):
-        assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
+
+    widths = {line.count("|") for line in lines if re.fullmatch(r"[|: -]+", line)}
+    for line in lines:
+        assert not re.search(UNESCAPED_MARKUP, line), line
+        if line.startswith("|"):
+            assert len(re.findall(UNESCAPED_BAR, line)) in widths, line
+
+    for row in table:
+        for cell in row:
+            assert not is_formula(cell), cell
 
 
 # ---------------------------------------------------------------- commands
@@ -316,15 +385,24 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     """The command is read by the program itself; its model args must be those of the results file."""
     config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
     file = edit(made(tmp_path), lambda body: body["config"].update(config, model_args=given))
-    [[command]] = [list(map(files.command, row.method.runs)) for row in board(file).standings.rows]
-    words = shlex.split(command)
-    seen = []
-    assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command and ("--seed" in words) == seeded
-    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
-    importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
-    wanted = {key: value for key, value in given.items() if key != "trace"}
-    assert str(Options.parse(seen[0].model_args)) == str(Options.parse(wanted))
-    assert seen[0].tasks in ("sotu", ["sotu"]) and seen[0].limit == 3.0
+    without_trace = {key: value for key, value in given.items() if key != "trace"}
+    executed = []
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: executed.append(args))
+
+    [row] = board(file).standings.rows
+    [run] = row.method.runs
+    command = files.command(run)
+    program, subcommand, *words = shlex.split(command)
+    importlib.import_module("lm_eval_duel.cli.run").main(words)
+
+    assert program == "lm-eval-duel"
+    assert subcommand == "run"
+    assert "somebody" not in command
+    assert ("--seed" in words) == seeded
+    args = executed[0]
+    assert str(Options.parse(args.model_args)) == str(Options.parse(without_trace))
+    assert args.tasks in ("sotu", ["sotu"])
+    assert args.limit == 3.0
 
 
 # ---------------------------------------------------------------- published figures
@@ -357,12 +435,17 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path,
     first |= {"ids": [5, 6, 7, 8], "starts": [0, 2], "reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1, -2, -4]}
     costly = {"window": 1, "ids": [9, 9], "starts": [0], "reveal_steps": [1, 0], "token_logprobs": [-1.0, None]}
     path = trace(tmp_path / "trace.jsonl", result, [first, first | costly])
+
     content = board(result, "--traces", path, "--tokenizer", "demo-mdm")
+    shown = page.html(content, None)
+
     [document] = content.documents
-    assert (document["task"], document["number"]) == ("sotu", 0)
+    assert document["task"] == "sotu"
+    assert document["number"] == 0
     assert document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
     [order] = document["orders"]
-    assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
+    assert order["starts"] == [0, 2, 4]
+    assert order["steps"] == [0, 1, 1, 0, 1, 0]
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
-    data = re.search(r'id="documents-data">(.*?)</script>', page.html(content, None))[1]
-    assert json.loads(data)[0]["orders"][0]["nats"][-1] is None
+    data = json.loads(re.search(r'id="documents-data">(.*?)</script>', shown)[1])
+    assert data[0]["orders"][0]["nats"][-1] is None
