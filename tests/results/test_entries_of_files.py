@@ -5,8 +5,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from results import documents, hf, ours, put
+from results import documents, hf, ours, per_token, put
 from results import report as run
+from results import rows as rows_of
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import match, order, read, rows, runs, schema
@@ -32,7 +33,8 @@ def test_results_are_found_by_both_of_the_harness_names_each_once(tmp_path):
 def test_runs_come_oldest_first(tmp_path, dates):
     for date in dates:
         put(ours(tmp_path, docs=DOCS), "date", date)
-    assert [each.header.date for each in read.runs([tmp_path])] == [1.0, 2.0, 3.0]
+
+    assert [run.header.date for run in read.runs([tmp_path])] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -48,16 +50,25 @@ def test_models_of_one_label_are_distinguished(tmp_path, names, labels):
     for n, name in enumerate(names):
         file = ours(tmp_path, docs=DOCS, model=name, spec={"weights": f"w-{n}"})
         put(file, "config.duel.pretrained", name)
-    assert [each.label for each in read.runs([tmp_path])] == labels
+
+    assert [run.label for run in read.runs([tmp_path])] == labels
 
 
 @pytest.mark.parametrize(
     ("entry", "value", "is_refused"),
     [
-        *(("results.sotu.bits_per_byte,none", value, value < 0) for value in (-0.1, 0.0, 0.1)),
-        *(("results.sotu.word_perplexity,none", value, value <= 0) for value in (-1.0, 0.0, 0.1)),
-        *((f"config.spec.{key}", "many", True) for key in ("elbo_eps", "mc_samples", "noise_seed")),
-        *((f"config.spec.{key}", "none", False) for key in ("elbo_eps", "mc_samples", "noise_seed")),
+        ("results.sotu.bits_per_byte,none", -0.1, True),
+        ("results.sotu.bits_per_byte,none", 0.0, False),
+        ("results.sotu.bits_per_byte,none", 0.1, False),
+        ("results.sotu.word_perplexity,none", -1.0, True),
+        ("results.sotu.word_perplexity,none", 0.0, True),
+        ("results.sotu.word_perplexity,none", 0.1, False),
+        ("config.spec.elbo_eps", "many", True),
+        ("config.spec.mc_samples", "many", True),
+        ("config.spec.noise_seed", "many", True),
+        ("config.spec.elbo_eps", "none", False),
+        ("config.spec.mc_samples", "none", False),
+        ("config.spec.noise_seed", "none", False),
     ],
 )
 def test_values_that_no_run_writes_are_refused(tmp_path, entry, value, is_refused):
@@ -89,7 +100,10 @@ RECORD = {"doc_id": 3, "doc": DOC, "doc_hash": "d", "target_hash": "x", "prompt_
     ],
 )
 def test_what_makes_two_documents_the_same(change, rolling, same):
-    assert (read._digest(RECORD, rolling) == read._digest(RECORD | change, rolling)) == same
+    digest = read._digest(RECORD, rolling)
+    digest_of_changed = read._digest(RECORD | change, rolling)
+
+    assert (digest == digest_of_changed) == same
 
 
 @pytest.mark.parametrize(
@@ -98,7 +112,10 @@ def test_what_makes_two_documents_the_same(change, rolling, same):
 )
 def test_a_document_of_another_task_is_known_by_its_hash(change, same):
     record = RECORD | {"doc": {"text": "t", "tokenizer": "t"}}
-    assert (read._digest(record, True) == read._digest(record | change, True)) == same
+    digest = read._digest(record, True)
+    digest_of_changed = read._digest(record | change, True)
+    assert (digest == digest_of_changed) == same
+
     with_counts = record | {"doc": {"text": "t", "tokenizer": "t", TOKENS: 2}}
     other = with_counts | {"doc": {"text": "t", "tokenizer": "u", TOKENS: 2}}
     assert read._digest(with_counts, True) != read._digest(other, True), "a text names what it was cut by"
@@ -109,9 +126,13 @@ def test_texts_of_score_have_the_units_that_any_of_them_has(first):
     entries = []
     for n, words in enumerate((first, 3 - first, 0)):
         entries.append({"sha256": str(n), "log_prob": -1.0 - n, "tokens": 2, "words": words, "bytes": 5})
-    assert set(read.samples_of_score(entries).values["word_perplexity"]) == {"0:1", "1:1", "2:1"}
-    without_words = [entry | {"words": 0} for entry in entries]
-    assert "word_perplexity" not in read.samples_of_score(without_words).values
+
+    samples = read.samples_of_score(entries)
+    assert set(samples.values["word_perplexity"]) == {"0:1", "1:1", "2:1"}
+
+    without_words = read.samples_of_score([entry | {"words": 0} for entry in entries])
+    assert "word_perplexity" not in without_words.values
+
     impossible = read.samples_of_score([entries[0] | {"log_prob": None}])
     assert impossible.values["token_perplexity"] == {"0:1": (-math.inf, 2.0)}
 
@@ -120,7 +141,9 @@ def test_texts_of_score_are_named_by_their_files():
     def named(*names):
         return read._scored([{"document": name} for name in names])
 
-    assert named() == "" and named("a/x.txt:1", "a/x.txt:2") == "x.txt" == named("x.txt")
+    assert named() == ""
+    assert named("x.txt") == "x.txt"
+    assert named("a/x.txt:1", "a/x.txt:2") == "x.txt"
     assert named("a/x.txt:1", "b/y.txt:12", "z.txt") == "x.txt and 2 more"
 
 
@@ -132,7 +155,7 @@ def config(model="duel-mdm", spec=None, duel=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("made", "ours_", "autoregressive"),
+    ("given", "is_ours", "is_autoregressive"),
     [
         (config(), True, False),
         (config("Duel", {"weights": "w"}), True, False),  # a model object
@@ -145,8 +168,9 @@ def config(model="duel-mdm", spec=None, duel=None, **more):
         (config("dllm", duel={"tasks": {}}), False, False),
     ],
 )
-def test_what_is_ours_and_what_is_autoregressive(made, ours_, autoregressive):
-    assert (made.ours, made.autoregressive) == (ours_, autoregressive)
+def test_what_is_ours_and_what_is_autoregressive(given, is_ours, is_autoregressive):
+    assert given.ours == is_ours
+    assert given.autoregressive == is_autoregressive
 
 
 @pytest.mark.parametrize(
@@ -169,10 +193,13 @@ def test_the_cache_of_a_run(spec, attention, cache):
 def test_what_another_model_was_loaded_with_is_its_spec(tmp_path, given, is_in_spec):
     file = hf(tmp_path, docs=DOCS, args={given: "x"})
     put(file, "config.model_sha", "abc")
-    [found] = read.runs([tmp_path])
-    assert found.spec == {"pretrained": "ARM", "dtype": "float32", "model_sha": "abc"} | (
-        {given: "x"} if is_in_spec else {}
-    )
+    expected = {"pretrained": "ARM", "dtype": "float32", "model_sha": "abc"}
+    if is_in_spec:
+        expected[given] = "x"
+
+    [run_of_hf] = read.runs([tmp_path])
+
+    assert run_of_hf.spec == expected
 
 
 def task(**entry):
@@ -190,7 +217,7 @@ def task(**entry):
     ],
 )
 def test_the_longest_document_of_a_run_that_scored_all(entry, of_run, longest):
-    found = runs.Run(
+    run_of_task = runs.Run(
         file=None,
         content={},
         config=config(duel={"longest_document": of_run}),
@@ -199,19 +226,27 @@ def test_the_longest_document_of_a_run_that_scored_all(entry, of_run, longest):
         groups=[],
         label="M",
     )
-    assert found.longest("t") == longest
+
+    assert run_of_task.longest("t") == longest
 
 
 def test_the_tokens_of_documents_are_known_if_those_of_each_are():
-    values = {"a": (-1.0, 2.0), "b": (-2.0, 7.0)}
-    assert runs.Documents({"a": 0, "b": 1}, {"token_perplexity": values}).tokens == {"a": 2.0, "b": 7.0}
-    assert runs.Documents({"a": 0, "b": 1, "c": 2}, {"token_perplexity": values}).tokens is None
+    values = {"token_perplexity": {"a": (-1.0, 2.0), "b": (-2.0, 7.0)}}
+
+    assert runs.Documents({"a": 0, "b": 1}, values).tokens == {"a": 2.0, "b": 7.0}
+    assert runs.Documents({"a": 0, "b": 1, "c": 2}, values).tokens is None
 
 
 def test_shares_and_limits():
-    assert task(unk_tokens=3, tokens=12).unknown == 0.25 and task(tokens=12).unknown == 0.0
-    assert [runs.is_limited(*each) for each in ((3, 4), (4, 4), (5, 4), (None, 4), (3, None))] == [True, *[False] * 4]
-    assert runs.documents_scored(1000, 2000) == "1,000 of 2,000" and runs.documents_scored(None, 3) == ""
+    assert task(unk_tokens=3, tokens=12).unknown == 0.25
+    assert task(tokens=12).unknown == 0.0
+
+    assert runs.is_limited(3, 4)
+    for documents_scored, available in ((4, 4), (5, 4), (None, 4), (3, None)):
+        assert not runs.is_limited(documents_scored, available)
+
+    assert runs.documents_scored(1000, 2000) == "1,000 of 2,000"
+    assert runs.documents_scored(None, 3) == ""
 
 
 def test_arguments_and_versions_as_text():
@@ -232,7 +267,9 @@ def test_scored_positions(bos):
     of_run = SimpleNamespace(config=config(duel={"bos": bos}), spec={})
     of_spec = SimpleNamespace(config=config(), spec={"special_tokens": f"[0] text [], bos={bos}"})
     expected = "bos=official" if bos == "official" else "the text"
-    assert match.positions(of_run) == match.positions(of_spec) == expected
+
+    assert match.positions(of_run) == expected
+    assert match.positions(of_spec) == expected
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (2, 0), (0, 3), (2, 2)])
@@ -240,7 +277,10 @@ def test_contexts_that_were_cut_in_either_run_make_a_difference(tmp_path, counts
     for count in counts:
         answers = {"configs": {"sotu": {"output_type": "loglikelihood"}}}
         ours(tmp_path, docs=DOCS, duel={"cut_contexts": count}, **answers)
-    fields = [each.field for each in match.differences(*read.runs([tmp_path]), "sotu")]
+
+    differences = match.differences(*read.runs([tmp_path]), "sotu")
+
+    fields = [difference.field for difference in differences]
     assert fields == (["contexts"] if any(counts) else [])
 
 
@@ -248,7 +288,9 @@ def test_contexts_that_were_cut_in_either_run_make_a_difference(tmp_path, counts
 def test_tokens_are_the_same_if_those_of_each_document_are(tmp_path, sizes):
     for n, tokens in enumerate(sizes):
         ours(tmp_path, docs={"sotu": documents([-60, -150, -90], tokens)}, spec={"tokenizer": f"t{n}"})
-    assert match.same_tokens(*read.runs([tmp_path]), "sotu") == (sizes[0] == sizes[1])
+
+    first, second = sizes
+    assert match.same_tokens(*read.runs([tmp_path]), "sotu") == (first == second)
 
 
 @pytest.mark.parametrize("capacities", [(40, 100), (100, 40), (39, 100), (100, 39), (39, 39)])
@@ -258,8 +300,13 @@ def test_windows_are_the_same_if_every_document_is_one_in_both(tmp_path, capacit
     for capacity, log in zip(capacities, logged, strict=True):
         more = {} if log else {"longest_document": 12}
         ours(tmp_path, docs=DOCS, log=log, duel={"row_capacity": capacity, **more})
-    fields = [each.field for each in match.differences(*read.runs([tmp_path]), "sotu")]
-    assert fields == ([] if min(capacities) == 40 or capacities == (39, 39) else ["windows"])
+
+    differences = match.differences(*read.runs([tmp_path]), "sotu")
+
+    fields = [difference.field for difference in differences]
+    all_are_whole = min(capacities) == 40
+    all_are_cut_alike = capacities == (39, 39)
+    assert fields == ([] if all_are_whole or all_are_cut_alike else ["windows"])
 
 
 # ---------------------------------------------------------------- rows
@@ -268,22 +315,31 @@ def test_windows_are_the_same_if_every_document_is_one_in_both(tmp_path, capacit
 def test_a_value_per_unit_has_the_error_of_that(tmp_path):
     file = ours(tmp_path, docs=DOCS, estimator="elbo", spec={"mc_samples": "16"})
     put(file, "config.duel.tasks.sotu.values.elbo", {"log_prob": -300.0, "stderr": 3.0, "window_stderr": 7.0})
-    [found] = read.runs([tmp_path])
+    [run_of_elbo] = read.runs([tmp_path])
+
     for metric, units in (("token_perplexity", 90), ("byte_perplexity", 18), ("bits_per_byte", 18)):
-        [row], notes = rows.from_run(found, "sotu", metric, baseline=False)
+        [row], notes = rows.from_run(run_of_elbo, "sotu", metric, baseline=False)
         assert row.per_unit.nats == pytest.approx(-300 / units)
-        assert row.per_unit.error == pytest.approx(3 / units) and notes == []
+        assert row.per_unit.error == pytest.approx(3 / units)
         assert row.stderr_bound == row.stderr, "that of the draws, if it is known"
+        assert notes == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_value_of_other_documents_than_its_task_is_left_out(tmp_path, count):
     file = ours(tmp_path, docs=DOCS, estimator="oracle", values={"sotu": {"mixture": 30.0}})
     put(file, "config.duel.tasks.sotu.values.mixture.documents", count)
-    found, notes = rows.from_run(read.runs([tmp_path])[0], "sotu", "token_perplexity", baseline=False)
-    assert ["mixture" in [row.estimator for row in found], bool(notes)] == (
-        [True, False] if count == 3 else [False, True]
-    )
+    [run_of_lattice] = read.runs([tmp_path])
+
+    rows_of_run, notes = rows.from_run(run_of_lattice, "sotu", "token_perplexity", baseline=False)
+
+    estimators = [row.estimator for row in rows_of_run]
+    if count == 3:
+        assert "mixture" in estimators
+        assert not notes
+    else:
+        assert "mixture" not in estimators
+        assert notes
 
 
 def test_a_text_without_tokens_has_no_nats_in_a_trace():
@@ -295,7 +351,11 @@ def test_a_text_without_tokens_has_no_nats_in_a_trace():
             tasks={"t": SimpleNamespace(documents=SimpleNamespace(numbers={"a:1": 0, "empty:1": 1}))},
         ),
     )
-    assert rows._traced(row, "mixture", -5.0) == ({"a:1": (-5.0, 3.0), "empty:1": (0.0, 0.0)}, Note())
+
+    nats_and_tokens, note = rows._traced(row, "mixture", -5.0)
+
+    assert nats_and_tokens == {"a:1": (-5.0, 3.0), "empty:1": (0.0, 0.0)}
+    assert note == Note()
 
 
 # ---------------------------------------------------------------- the order of a table
@@ -319,15 +379,18 @@ def test_rows_come_by_estimator_block_rule_cache_and_seed(tmp_path):
     for model, more, _ in [*made[-2::-1], made[-1]]:
         ours(tmp_path, docs=DOCS, model=model, **more)
     hf(tmp_path, docs=DOCS, model="AR")
+
     every_row = []
-    for found in read.runs([tmp_path]):
-        every_row += rows.from_run(found, "sotu", "token_perplexity", baseline=not found.config.ours)[0]
-    shown = []
+    for one_run in read.runs([tmp_path]):
+        rows_of_run, _ = rows.from_run(one_run, "sotu", "token_perplexity", baseline=not one_run.config.ours)
+        every_row += rows_of_run
+    names = []
     for row in order.in_order(every_row).rows:
         cache = "" if row.estimator == "elbo" else row.cache
-        shown.append((row.model, " ".join(filter(None, [row.estimator, row.block, cache, row.noise_seed]))))
-    assert shown[0] == ("AR", "ar")
-    assert shown[1:] == [(model, name) for model, _, name in made]
+        parts = [row.estimator, row.block, cache, row.noise_seed]
+        names.append((row.model, " ".join(part for part in parts if part)))
+
+    assert names == [("AR", "ar"), *((model, name) for model, _, name in made)]
 
 
 def test_the_newest_of_two_baselines_is_the_one_of_the_gaps(tmp_path):
@@ -337,22 +400,37 @@ def test_the_newest_of_two_baselines_is_the_one_of_the_gaps(tmp_path):
         for date in dates:
             put(hf(folder / "results", {"t": {"token_perplexity": 10.0 + date}}), "date", date)
             put(ours(folder / "results", {"t": {"token_perplexity": 20.0 + date}}), "date", date)
-        found = run(folder, "--as_published")["tasks"]["t"]
-        values = {row["model"]: row["value"] for row in found["rows"]}
-        assert values == {"ARM": pytest.approx(17.0), "MDLM": pytest.approx(27.0)}
-        assert [row["gap"] for row in found["rows"]] == [None, pytest.approx(10.0)]
-        assert sum("ANOTHER value" in note for note in found["notes"]) == 2
+
+        task = run(folder, "--as_published")["tasks"]["t"]
+
+        baseline, duel = task["rows"]
+        assert baseline["model"] == "ARM"
+        assert baseline["value"] == pytest.approx(17.0)
+        assert baseline["gap"] is None
+        assert duel["model"] == "MDLM"
+        assert duel["value"] == pytest.approx(27.0)
+        assert duel["gap"] == pytest.approx(10.0)
+        assert len([note for note in task["notes"] if "ANOTHER value" in note]) == 2
 
 
 @pytest.mark.parametrize("dates", [(5.0, 7.0), (7.0, 5.0)])
 def test_of_the_baselines_of_several_tasks_the_newest_with_a_task_is_its_own(tmp_path, dates):
     """One has two tasks and the other has one of them: both are baselines if the first is older."""
-    for date, tasks in zip(dates, (("t", "u"), ("t",)), strict=True):
-        put(hf(tmp_path / "results", {task: {"token_perplexity": 10.0 + date} for task in tasks}), "date", date)
-    ours(tmp_path / "results", {task: {"token_perplexity": 30.0} for task in ("t", "u")})
-    found = run(tmp_path, "--as_published")["tasks"]
-    gaps = {task: [row["gap"] for row in found[task]["rows"] if row["model"] == "MDLM"] for task in found}
-    assert gaps == {"t": [pytest.approx(13.0)], "u": [pytest.approx(20.0 - dates[0])]}
+    of_both, of_one = dates
+    value_of_both = 10.0 + of_both
+    value_of_one = 10.0 + of_one
+    put(hf(tmp_path / "results", per_token(["t", "u"], [value_of_both, value_of_both])), "date", of_both)
+    put(hf(tmp_path / "results", per_token(["t"], [value_of_one])), "date", of_one)
+    ours(tmp_path / "results", per_token(["t", "u"], [30.0, 30.0]))
+
+    content = run(tmp_path, "--as_published")
+
+    assert content["tasks"].keys() == {"t", "u"}
+    [row_of_t] = rows_of(content, "t").values()
+    [row_of_u] = rows_of(content, "u").values()
+    assert row_of_t["model"] == row_of_u["model"] == "MDLM"
+    assert row_of_t["gap"] == pytest.approx(30.0 - 17.0)
+    assert row_of_u["gap"] == pytest.approx(30.0 - value_of_both)
 
 
 def test_a_file_of_score_has_all_the_models_that_it_compares(tmp_path):
@@ -366,9 +444,10 @@ def test_a_file_of_score_has_all_the_models_that_it_compares(tmp_path):
 
     content = {"format": SCORE, "version": SCORE_VERSION, **model("a"), "compared": [model("b"), model("c")]}
     (tmp_path / "s.json").write_text(json.dumps(content))
-    assert [(each.label, each.file.name) for each in read.from_file(tmp_path / "s.json")] == [
-        *(("a", "s.json"), ("b", "s.json#2"), ("c", "s.json#3"))
-    ]
+
+    labels_and_files = [(run.label, run.file.name) for run in read.from_file(tmp_path / "s.json")]
+
+    assert labels_and_files == [("a", "s.json"), ("b", "s.json#2"), ("c", "s.json#3")]
 
 
 @pytest.mark.parametrize(
@@ -382,8 +461,11 @@ def test_scoring_a_model_of_the_harness_here_is_offered_beside_one_of_ours(tmp_p
             hf(tmp_path, docs=DOCS, model=f"org/{n}", max_length=8)
         else:
             ours(tmp_path, docs=DOCS, duel={"row_capacity": 9 + n})
+
     offered = match._twin(*read.runs([tmp_path]))
-    assert bool(offered) == is_offered == ("estimator=ar" in offered)
+
+    assert bool(offered) == is_offered
+    assert ("estimator=ar" in offered) == is_offered
 
 
 def test_a_group_apart_says_how_it_differs_from_the_first_table(tmp_path):
@@ -391,13 +473,17 @@ def test_a_group_apart_says_how_it_differs_from_the_first_table(tmp_path):
     ours(tmp_path, docs=DOCS)
     ours(tmp_path, docs={"sotu": documents([-60, -150], [20, 40])})
     ours(tmp_path, docs=DOCS, duel={"row_capacity": 9})
+
     groups = match.groups("sotu", "token_perplexity", read.runs([tmp_path]))
-    reasons = [reason.partition(":")[0] for _, reason in groups]
-    assert reasons == ["", "documents", "windows"]
+
+    fields = [reason.partition(":")[0] for _, reason in groups]
+    assert fields == ["", "documents", "windows"]
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_noise_seed_is_of_values_given_that_noise(is_exact):
     """An estimate or a bound over noise has draws of its own."""
-    row = SimpleNamespace(run=SimpleNamespace(spec={"noise_seed": "3"}), score=SimpleNamespace(is_exact=is_exact))
+    run_of_seed = SimpleNamespace(spec={"noise_seed": "3"})
+    row = SimpleNamespace(run=run_of_seed, score=SimpleNamespace(is_exact=is_exact))
+
     assert rows.Row.noise_seed.fget(row) == ("3" if is_exact else None)
