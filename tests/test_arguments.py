@@ -14,43 +14,65 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 
 REFUSED = object()
+
+
+def kept(kind, *values):
+    """Each value is read as itself."""
+    return [(kind, value, value) for value in values]
+
+
+def refused(kind, *values):
+    return [(kind, value, REFUSED) for value in values]
+
+
+def read_as(expected, kind, *values):
+    return [(kind, value, expected) for value in values]
+
+
+def as_text(kind, *values):
+    return [(kind, value, str(value)) for value in values]
+
+
 ENDS = [  # a kind, a value, and what it is read as
-    *((arguments.PROBABILITY, value, value) for value in (0.0, 1.0, 0.5)),
-    *((arguments.PROBABILITY, value, REFUSED) for value in (-1e-9, 1.0000001, math.nan, True, "a")),
-    *((arguments.SHARE, value, value) for value in (1e-9, 1.0)),
-    *((arguments.SHARE, value, REFUSED) for value in (0, 1.0000001, -0.5, math.nan)),
-    *((arguments.POSITIVE, value, value) for value in (1e-300, 1e300)),
-    *((arguments.POSITIVE, value, REFUSED) for value in (0, -1, math.inf, math.nan)),
-    *((arguments.NOT_NEGATIVE, value, value) for value in (0.0, 2.5, math.inf)),
-    *((arguments.NOT_NEGATIVE, value, REFUSED) for value in (-1e-9, math.nan, False)),
-    *((arguments.NUMBER, value, value) for value in (-1.5, math.inf)),
-    *((arguments.NUMBER, value, REFUSED) for value in (math.nan, True)),
-    *((arguments.COUNT, value, 1) for value in (1, 1.0, "1", "1e0")),
-    *((arguments.COUNT, value, REFUSED) for value in (0, -1, 1.5, "1.5", True, 2**63, math.inf)),
-    *((arguments.INTEGER, value, value) for value in (-(2**63) + 1, 0, 2**63 - 1)),
-    *((arguments.INTEGER, value, REFUSED) for value in (-(2**63), 2**63)),
-    *((whole(2, most=4), value, value) for value in (2, 4)),
-    *((whole(2, most=4), value, REFUSED) for value in (1, 5)),
-    *((arguments.TRUTH, value, True) for value in (True, "true", "True", 1, "1")),
-    *((arguments.TRUTH, value, False) for value in (False, "false", "FALSE", 0, "0")),
-    *((arguments.TRUTH, value, REFUSED) for value in ("yes", 2, "", 0.5)),
-    *((arguments.BLOCK, value, expected) for value, expected in (("auto", "auto"), ("4", 4), (4.0, 4))),
-    *((arguments.BLOCK, value, REFUSED) for value in (0, "Auto", -1)),
-    (either("all", arguments.COUNT), "all", "all"),
-    (choice("a", "b"), "b", "b"),
-    (choice("a", "b"), "c", REFUSED),
-    *((arguments.TEXT, value, str(value)) for value in (0, False, " ", "0")),
-    (arguments.TEXT, "", REFUSED),
-    (arguments.RAW, "", ""),
-    (arguments.RAW, "none", "none"),
-    *((arguments.CHECKPOINT, value, str(value)) for value in (2024, "a/b")),
-    (arguments.CHECKPOINT, object(), REFUSED),
-    *(
-        (kind, nothing, None)
-        for kind in (arguments.COUNT, arguments.TEXT)
-        for nothing in (None, "none", "None", "null")
-    ),
+    *kept(arguments.PROBABILITY, 0.0, 1.0, 0.5),
+    *refused(arguments.PROBABILITY, -1e-9, 1.0000001, math.nan, True, "a"),
+    *kept(arguments.SHARE, 1e-9, 1.0),
+    *refused(arguments.SHARE, 0, 1.0000001, -0.5, math.nan),
+    *kept(arguments.POSITIVE, 1e-300, 1e300),
+    *refused(arguments.POSITIVE, 0, -1, math.inf, math.nan),
+    *kept(arguments.NOT_NEGATIVE, 0.0, 2.5, math.inf),
+    *refused(arguments.NOT_NEGATIVE, -1e-9, math.nan, False),
+    *kept(arguments.NUMBER, -1.5, math.inf),
+    *refused(arguments.NUMBER, math.nan, True),
+    *read_as(1, arguments.COUNT, 1, 1.0, "1", "1e0"),
+    *refused(arguments.COUNT, 0, -1, 1.5, "1.5", True, 2**63, math.inf),
+    *kept(arguments.INTEGER, -(2**63) + 1, 0, 2**63 - 1),
+    *refused(arguments.INTEGER, -(2**63), 2**63),
+    *kept(whole(2, most=4), 2, 4),
+    *refused(whole(2, most=4), 1, 5),
+    *read_as(True, arguments.TRUTH, True, "true", "True", 1, "1"),
+    *read_as(False, arguments.TRUTH, False, "false", "FALSE", 0, "0"),
+    *refused(arguments.TRUTH, "yes", 2, "", 0.5),
+    *read_as("auto", arguments.BLOCK, "auto"),
+    *read_as(4, arguments.BLOCK, "4", 4.0),
+    *refused(arguments.BLOCK, 0, "Auto", -1),
+    *kept(either("all", arguments.COUNT), "all"),
+    *kept(choice("a", "b"), "b"),
+    *refused(choice("a", "b"), "c"),
+    *as_text(arguments.TEXT, 0, False, " ", "0"),
+    *refused(arguments.TEXT, ""),
+    *kept(arguments.RAW, "", "none"),
+    *as_text(arguments.CHECKPOINT, 2024, "a/b"),
+    *refused(arguments.CHECKPOINT, object()),
+    *read_as(None, arguments.COUNT, None, "none", "None", "null"),
+    *read_as(None, arguments.TEXT, None, "none", "None", "null"),
 ]
+
+
+def check_same(value, expected):
+    """Assert that a value is the expected one, and of its type: 1 is not True, and 1.0 is not 1."""
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 @pytest.mark.parametrize(("kind", "value", "expected"), ENDS)
@@ -58,9 +80,8 @@ def test_the_ends_of_a_kind(kind, value, expected):
     if expected is REFUSED:
         with pytest.raises(DuelError, match=r"x'? of y"):
             kind("x", value, " of y")
-        return
-    found = kind("x", value, " of y")
-    assert found == expected and type(found) is type(expected)
+    else:
+        check_same(kind("x", value, " of y"), expected)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +102,7 @@ def test_what_none_means(arg, value, expected):
         with pytest.raises(DuelError, match="'x'"):
             arg.read("x", value)
     else:
-        found = arg.read("x", value)
-        assert found == expected and type(found) is type(expected)
+        check_same(arg.read("x", value), expected)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +138,17 @@ class Example(Arguments):
 
 def test_fields_are_read_and_checked():
     assert Example() == Example("a", 3, 0.5)
-    assert Example("b", "0", "1") == Example("b", 0, 1.0) and Example("c", 7).rest == 7
-    assert Example(share=0).share == 0.0 and Example("b", None).rest == 3
-    for wrong, named in (({"rest": 0}, "way=b or way=c"), ({"rest": 4}, "'rest'"), ({"share": 2}, "'share'")):
-        with pytest.raises(DuelError, match=named):
-            Example(**wrong)
+    assert Example("b", "0", "1") == Example("b", 0, 1.0)
+    assert Example("c", 7).rest == 7
+    assert Example(share=0).share == 0.0
+    assert Example("b", None).rest == 3
+
+    with pytest.raises(DuelError, match="way=b or way=c"):
+        Example(rest=0)
+    with pytest.raises(DuelError, match="'rest'"):
+        Example(rest=4)
+    with pytest.raises(DuelError, match="'share'"):
+        Example(share=2)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +179,9 @@ def test_a_key_has_one_value(pairs, named):
 )
 def test_sizes_and_nothing(given, expected):
     options = Options.parse(given)
-    assert {key: getattr(options, key) for key in expected} == expected
+
+    for key, value in expected.items():
+        assert getattr(options, key) == value
 
 
 @pytest.mark.parametrize(
@@ -168,7 +196,9 @@ def test_sizes_and_nothing(given, expected):
 def test_args_of_the_network(given, expected):
     """An estimator with a cache of its own loads a network without one, and the chain rule has no blocks."""
     network = Options.parse(given).network
-    assert {key: network[key] for key in expected} == expected
+
+    for key, value in expected.items():
+        assert network[key] == value
 
 
 @pytest.mark.parametrize("key", ["device", "batch_size"])
@@ -185,22 +215,30 @@ def test_an_arg_with_a_flag_of_its_own_is_refused_among_the_others(key, value):
 def test_an_argument_that_estimators_share_is_that_of_the_one_given(estimator):
     """Its default and its kind are as that estimator declares them."""
     declared = registry.find(estimator).arguments
+
     readable = options_module._estimator_arguments({"estimator": estimator})
-    assert {key: readable[key] for key in declared} == declared
+
+    for key, argument_of_estimator in declared.items():
+        assert readable[key] == argument_of_estimator
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_what_a_preset_lets_change_is_as_given(name):
     """And everything else is the preset's."""
     preset = presets.find(name)
+    unchanged = Options.parse(preset.arguments)
+
+    by_name = Options.parse({"preset": name})
+    assert dataclasses.replace(by_name, preset=None) == unchanged
+
     for key in preset.free:
-        if not isinstance(preset.arguments.get(key), int) or isinstance(preset.arguments[key], bool):
+        value = preset.arguments.get(key)
+        if not isinstance(value, int) or isinstance(value, bool):
             continue
-        changed = Options.parse({"preset": name, key: 2 * preset.arguments[key]})
-        written_out = Options.parse({**preset.arguments, key: 2 * preset.arguments[key]})
+        changed = Options.parse({"preset": name, key: 2 * value})
+        written_out = Options.parse({**preset.arguments, key: 2 * value})
         assert dataclasses.replace(changed, preset=None) == written_out
-        assert written_out != Options.parse(preset.arguments)
-    assert dataclasses.replace(Options.parse({"preset": name}), preset=None) == Options.parse(preset.arguments)
+        assert written_out != unchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,5 +273,4 @@ def test_a_type_says_what_a_field_takes(name, value, expected):
         with pytest.raises(DuelError, match=name):
             declared[name].read(name, value)
     else:
-        found = declared[name].read(name, value)
-        assert found == expected and type(found) is type(expected)
+        check_same(declared[name].read(name, value), expected)

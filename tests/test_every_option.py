@@ -5,13 +5,11 @@ None of it changes unseen. Of errors the numbers count, not the words.
 
 import functools
 import math
-from types import SimpleNamespace
 
 import golden
 from golden import answer
 
 from lm_eval_duel import arguments, errors, fingerprint, rules
-from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
@@ -64,16 +62,25 @@ def test_what_is_read():
             continue
         lines.append(f"{given}: {options.rule}, {options.rows} rows, {registry.find(options.estimator).display}")
         lines += golden.listed("options", options)[1:]
-        defaults = {name: Options().network[name] for name in NETWORK_ARGUMENTS}
-        other = {name: value for name, value in options.network.items() if value != defaults[name]}
-        lines.append(f"    network: {other}")
+        defaults = Options().network
+        not_at_default = {name: value for name, value in options.network.items() if value != defaults[name]}
+        lines.append(f"    network: {not_at_default}")
     check("options", lines)
 
 
 KINDS = {
     "whole(2, most=5)": arguments.whole(2, "a number", 5),
-    **{name: getattr(arguments, name) for name in ("COUNT", "INTEGER", "NUMBER", "PROBABILITY", "SHARE", "POSITIVE")},
-    **{name: getattr(arguments, name) for name in ("NOT_NEGATIVE", "BLOCK", "TRUTH", "TEXT", "RAW")},
+    "COUNT": arguments.COUNT,
+    "INTEGER": arguments.INTEGER,
+    "NUMBER": arguments.NUMBER,
+    "PROBABILITY": arguments.PROBABILITY,
+    "SHARE": arguments.SHARE,
+    "POSITIVE": arguments.POSITIVE,
+    "NOT_NEGATIVE": arguments.NOT_NEGATIVE,
+    "BLOCK": arguments.BLOCK,
+    "TRUTH": arguments.TRUTH,
+    "TEXT": arguments.TEXT,
+    "RAW": arguments.RAW,
 }
 VALUES = (
     -1,
@@ -102,8 +109,10 @@ VALUES = (
 def test_what_each_kind_of_argument_takes():
     lines = []
     for name, kind in KINDS.items():
-        found = {str(value) + type(value).__name__[0]: answer(kind, "x", value) for value in VALUES}
-        lines += [f"{name}: {kind.words}", *(f"    {value}: {read!r}" for value, read in found.items())]
+        lines.append(f"{name}: {kind.words}")
+        for value in VALUES:
+            initial_of_type = type(value).__name__[0]
+            lines.append(f"    {value}{initial_of_type}: {answer(kind, 'x', value)!r}")
     check("kinds", lines)
 
 
@@ -117,61 +126,90 @@ def test_files_are_known_by_their_names_and_contents(tmp_path):
         digests[folder, name] = fingerprint.hash_files([file])
     assert digests["a", "x.bin"] == digests["b", "x.bin"]
     assert len({*digests.values()}) == 3
-    assert all(len(digest) == 12 for digest in digests.values())
-    files = [tmp_path / "a" / name for name in ("x.bin", "y.bin", "z.bin")]
-    assert fingerprint.hash_files(files) == fingerprint.hash_files(files[::-1])
-    assert fingerprint.hash_contents(files[:1]) == fingerprint.hash_contents(files[1:2])
+    for digest in digests.values():
+        assert len(digest) == 12
+
+    x = tmp_path / "a" / "x.bin"
+    y = tmp_path / "a" / "y.bin"
+    z = tmp_path / "a" / "z.bin"
+    assert fingerprint.hash_files([x, y, z]) == fingerprint.hash_files([z, y, x])
+    assert fingerprint.hash_contents([x]) == fingerprint.hash_contents([y])
 
 
 def test_which_checkpoints_a_preset_fits():
-    families = sorted({family for preset in presets.ENTRIES for family in preset.families})
+    families = set()
+    for preset in presets.ENTRIES:
+        families.update(preset.families)
+
     lines = []
     for preset in presets.ENTRIES:
-        fits = [family for family in families if answer(presets.require_fit, preset.name, family) is None]
+        fits = [family for family in sorted(families) if answer(presets.require_fit, preset.name, family) is None]
         assert answer(presets.require_fit, preset.name, None) is None
         lines.append(f"{preset.name}: {' '.join(fits)}; free {' '.join(preset.free)}; {preset.for_any_network}")
-    lines += [f"{name}: {what}" for name, (what, _) in presets.REFUSED.items()]
+    for name, (reason, _) in presets.REFUSED.items():
+        lines.append(f"{name}: {reason}")
     check("presets", lines)
+
+
+class Described:
+    """A part of a spec: a denoiser or an estimator, with its filters."""
+
+    def __init__(self, entries, *filters):
+        self.entries = entries
+        self.filters = filters
+
+    def describe(self):
+        return self.entries
+
+
+SHORTEST = {  # the fewest digits that tell a number from every other
+    0: "0",
+    0.1: "0.1",
+    1 / 3: "0.3333333333333333",
+    1e-7: "1e-07",
+    123456.0: "123456",
+    0.1 + 0.2: repr(0.1 + 0.2),
+    1234567.0: "1234567.0",
+    math.inf: "inf",
+    1e22: "1e+22",
+}
+NAMES = (
+    ["block"],
+    ["bloc", "block", "blocks", "blok", "bl", "black", "bloke", "blocked"],
+    [str(n) for n in range(40)],
+    [str(n) for n in range(41)],
+    [],
+)
 
 
 def test_numbers_and_specs_as_text():
     """The fewest digits that tell a number from every other, one digest for a spec in any order."""
-    texts = {
-        0: "0",
-        0.1: "0.1",
-        1 / 3: "0.3333333333333333",
-        1e-7: "1e-07",
-        123456.0: "123456",
-        0.1 + 0.2: repr(0.1 + 0.2),
-    }
-    for value, text in {**texts, 1234567.0: "1234567.0", math.inf: "inf", 1e22: "1e+22"}.items():
+    for value, text in SHORTEST.items():
         assert fingerprint.number(value) == text
-    lines = []
+
+    denoiser = Described({"a": 1}, Described({"top_k": 3}))
+    estimator = Described({"b": None})
+    assert fingerprint.spec_of(denoiser, estimator) == {"a": "1", "top_k": "3", "b": "None", "version": "3"}
+
     spec = {"rule": "greedy:k=1", "block": 32, "eps": None}
-    parts = [SimpleNamespace(describe=lambda: {"a": 1}), SimpleNamespace(describe=lambda: {"b": None}, filters=())]
-    parts[0].filters = (SimpleNamespace(describe=lambda: {"top_k": 3}),)
-    assert fingerprint.spec_of(*parts) == {"a": "1", "top_k": "3", "b": "None", "version": "3"}
     assert fingerprint.digest(spec) == fingerprint.digest(dict(reversed(spec.items())))
-    lines.append(f"digest {fingerprint.digest(spec)}")
+    lines = [f"digest {fingerprint.digest(spec)}"]
     lines += fingerprint.differences(spec, {"rule": "greedy:k=2", "block": "32", "grid": "row"})
-    for names in (
-        ["block"],
-        ["bloc", "block", "blocks", "blok", "bl", "black", "bloke", "blocked"],
-        [str(n) for n in range(40)],
-        [str(n) for n in range(41)],
-        [],
-    ):
+
+    for names in NAMES:
         for typed in ("blk", "bloc", "7", "zzz"):
-            lines.append(
-                f"{typed} of {len(names)}: {errors.nearest(typed, names)}; {errors.unknown('name', typed, names)}"
-            )
+            nearest = errors.nearest(typed, names)
+            unknown = errors.unknown("name", typed, names)
+            lines.append(f"{typed} of {len(names)}: {nearest}; {unknown}")
     lines += [errors.counted(n, "window") for n in (0, 1, 2, 1200)]
     lines.append(str(errors.too_few_documents("task", 1, 2)))
-    shown = [f"{name}={arg.shown}" for name, arg in arguments.declared(Options).items() if name != "estimator_args"]
-    shown += [f"{name}={arg.shown}" for name, arg in registry.arguments().items()]
-    shown += [
-        f"{rule}:{name}={arg.shown}"
-        for rule, each in rules.RULES.items()
-        for name, arg in arguments.declared(each).items()
-    ]
-    check("numbers", [*lines, *shown])
+
+    for name, arg in arguments.declared(Options).items():
+        if name != "estimator_args":
+            lines.append(f"{name}={arg.shown}")
+    for name, arg in registry.arguments().items():
+        lines.append(f"{name}={arg.shown}")
+    for rule, rule_class in rules.RULES.items():
+        for name, arg in arguments.declared(rule_class).items():
+            lines.append(f"{rule}:{name}={arg.shown}")
+    check("numbers", lines)

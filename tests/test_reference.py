@@ -40,8 +40,10 @@ def network(toy):
 
 
 def test_it_imports_nothing_of_the_package():
-    imported = {node.module for node in ast.walk(ast.parse(FILE.read_text())) if isinstance(node, ast.ImportFrom)}
-    assert imported and not any(module.startswith(("lm_eval", ".")) for module in imported)
+    imports = [node for node in ast.walk(ast.parse(FILE.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        assert not node.module.startswith(("lm_eval", "."))
 
 
 def test_blocks_count_from_the_target_or_from_the_row():
@@ -60,33 +62,44 @@ def test_samples_follow_it():
     toy = Toy(length=3)
     generator = torch.Generator().manual_seed(0)
     arguments = (cut(range(3), 2), network(toy), RULES["threshold"], toy.mask_id)
+
     drawn = [sample([0, 0, 0], *arguments, generator) for _ in range(500)]
-    expected = {text: math.exp(log_likelihood(list(text), *arguments).ll) for text in strings(3, 3)}
-    assert p_value(drawn, expected) > 1e-4
+
+    probabilities = {}
+    for text in strings(3, 3):
+        probabilities[text] = math.exp(log_likelihood(list(text), *arguments).ll)
+    assert p_value(drawn, probabilities) > 1e-4
+
+
+def in_order(order):
+    """The rule that reveals one position at a time in this order."""
+
+    def follow(log_P, M):
+        return [next(ell for ell in order if ell in M)]
+
+    return follow
 
 
 @pytest.mark.parametrize("size", [2, None])
 def test_the_elbo_is_the_mean_over_orders(size):
+    """So are the mean, the mixture and the best of all orders what `over_orders` says block by block."""
     toy = Toy()
     blocks = cut(TARGET, size, 1)
-    orders = itertools.product(*(itertools.permutations(block) for block in blocks))
+    values = []
+    for orders in itertools.product(*map(itertools.permutations, blocks)):
+        F = in_order([*itertools.chain(*orders)])
+        values.append(log_likelihood(ROW, blocks, network(toy), F, toy.mask_id).ll)
 
-    def ll(order):
-        follow = lambda log_P, M: [next(ell for part in order for ell in part if ell in M)]  # noqa: E731
-        return log_likelihood(ROW, blocks, network(toy), follow, toy.mask_id).ll
-
-    values = torch.tensor([ll(order) for order in orders], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     draws = [reference.random_draw(blocks, generator) for _ in range(1000)]
     drawn = reference.elbo(ROW, blocks, network(toy), toy.mask_id, draws)
     mean, stderr = reference.mean_and_error(drawn, 1000)
-    assert 0 < stderr < 0.35 and abs(mean - float(values.mean())) < 4 * stderr
-    every = ROW, blocks, network(toy), toy.mask_id
-    assert over_orders(*every, fmean) == pytest.approx(float(values.mean()), abs=1e-9)
-    assert over_orders(*every, reference.log_mean_exp) == pytest.approx(
-        reference.log_mean_exp(values.tolist()), abs=1e-9
-    )
-    assert over_orders(*every, max) == pytest.approx(float(values.max()), abs=1e-9)
+    assert 0 < stderr < 0.35
+    assert abs(mean - fmean(values)) < 4 * stderr
+
+    for function in (fmean, reference.log_mean_exp, max):
+        value = over_orders(ROW, blocks, network(toy), toy.mask_id, function)
+        assert value == pytest.approx(function(values), abs=1e-9)
 
 
 def test_the_mean_and_error_of_replicates():
@@ -98,15 +111,18 @@ def test_a_two_phase_estimate_is_unbiased_over_its_samples():
     g = [-3.0, -5.0, -2.0]  # of each block in the first phase
     f = [-2.5, -5.2, -2.9]  # in the second
     share = 0.3
-    mean = square = errors = 0.0
-    for drawn in itertools.product([True, False], repeat=3):
-        chance = math.prod(share if each else 1 - share for each in drawn)
-        estimate, error = reference.two_phase(g, {b: f[b] for b in range(3) if drawn[b]}, share)
-        mean += chance * estimate
-        square += chance * estimate**2
-        errors += chance * error**2
+    mean = 0.0
+    mean_square = 0.0
+    mean_variance = 0.0
+    for size in range(4):
+        for sample_of_blocks in itertools.combinations(range(3), size):
+            chance = share**size * (1 - share) ** (3 - size)
+            estimate, error = reference.two_phase(g, {b: f[b] for b in sample_of_blocks}, share)
+            mean += chance * estimate
+            mean_square += chance * estimate**2
+            mean_variance += chance * error**2
     assert mean == pytest.approx(sum(f))
-    assert square - mean**2 == pytest.approx(errors)
+    assert mean_square - mean**2 == pytest.approx(mean_variance)
 
 
 def test_a_row_of_masks_is_an_exact_tie():
@@ -122,17 +138,27 @@ def test_a_row_of_masks_is_an_exact_tie():
     assert tied.sigma[0] == [0]
     assert literal.sigma[0] != [0]
     assert abs(tied.ll - literal.ll) > 1e-3, (tied, literal)
-    first = lambda log_P, M: [M[0]] if len(M) == 4 else F(log_P, M)  # noqa: E731
-    assert log_likelihood(x, blocks, noisy, first, toy.mask_id).ll == pytest.approx(tied.ll, abs=1e-7)
-    asked = []
-    noting = lambda log_P, M: asked.append(log_P) or F(log_P, M)  # noqa: E731
+
+    def first_of_all(log_P, M):
+        return [M[0]] if len(M) == 4 else F(log_P, M)
+
+    by_hand = log_likelihood(x, blocks, noisy, first_of_all, toy.mask_id)
+    assert by_hand.ll == pytest.approx(tied.ll, abs=1e-7)
+
+    shown = []  # the log-probabilities that the rule sees at each step of a sample
+
+    def noting(log_P, M):
+        shown.append(log_P)
+        return F(log_P, M)
+
     sample(x, blocks, noisy, noting, toy.mask_id, torch.Generator(), relative_positions=True)
-    assert (asked[0] == asked[0][0]).all() and not (asked[1] == asked[1][0]).all()
+    assert (shown[0] == shown[0][0]).all()
+    assert not (shown[1] == shown[1][0]).all()
 
 
 def test_exact_conditionals_give_the_joint():
     joint = Joint()
-    for string, p in list(zip(joint.strings.tolist(), joint.joint.tolist(), strict=True))[::7]:
+    for string, p in zip(joint.strings[::7].tolist(), joint.joint[::7].tolist(), strict=True):
         for F in (reference.greedy(), reference.margin(), reference.left_to_right()):
             path = log_likelihood(string, [range(4)], network(joint), F, joint.mask_id)
             assert path.ll == pytest.approx(math.log(p), abs=1e-9)
@@ -154,27 +180,30 @@ LOGITS = [
 
 @pytest.mark.parametrize("logits", LOGITS)
 def test_scores_in_sixty_digits(logits):
+    """Log-odds of P1, log-odds of P1 - P2, and the entropy in nats."""
     log_P = log_softmax(torch.tensor([logits], dtype=torch.float64))
+
     with decimal.localcontext(decimal.Context(prec=400)):
         weights = [Decimal(x).exp() for x in logits]
-        p = [weight / sum(weights) for weight in weights]
-        first, second = sorted(p, reverse=True)[:2]
-        right = {
-            "confidence": (first / (1 - first)).ln(),
-            "margin_log_odds": ((first - second) / (1 - first + second)).ln()
-            if first > second
-            else Decimal("-Infinity"),
-            "entropy_nats": -sum(x * x.ln() for x in p if x),
-        }
-    for name, value in right.items():
-        assert float(getattr(reference, name)(log_P)) == pytest.approx(float(value), rel=1e-12), (name, logits)
+        P = [weight / sum(weights) for weight in weights]
+        P1, P2 = sorted(P, reverse=True)[:2]
+        margin = P1 - P2
+        confidence = (P1 / (1 - P1)).ln()
+        margin_log_odds = (margin / (1 - margin)).ln() if margin else Decimal("-Infinity")
+        entropy = -sum(p * p.ln() for p in P if p)
+
+    assert float(reference.confidence(log_P)) == pytest.approx(float(confidence), rel=1e-12)
+    assert float(reference.margin_log_odds(log_P)) == pytest.approx(float(margin_log_odds), rel=1e-12)
+    assert float(reference.entropy_nats(log_P)) == pytest.approx(float(entropy), rel=1e-12)
 
 
 def test_equals_go_from_left_to_right():
-    log_P, M = log_softmax(torch.zeros(6, 4, dtype=torch.float64)), [1, 2, 4]
+    log_P = log_softmax(torch.zeros(6, 4, dtype=torch.float64))
+    M = [1, 2, 4]
     for make in (reference.greedy, reference.margin, reference.entropy):
         assert make(2)(log_P, M) == [1, 2]
-    assert reference.threshold(0.25 + 1e-9)(log_P, M) == [1] and reference.threshold(0.0)(log_P, M) == M
+    assert reference.threshold(0.0)(log_P, M) == M
+    assert reference.threshold(0.25 + 1e-9)(log_P, M) == [1]
     assert reference.threshold(1.0)(log_P, M) == [1]
 
 
@@ -201,12 +230,14 @@ def test_the_order_near_one_is_that_of_the_log_odds():
 
 def test_the_page_names_files_that_are_there():
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "tests" / "README.md").read_text()))
-    assert len(named) > 10 and all((ROOT / file).is_file() for file in named)
+    assert len(named) > 10
+    for file in named:
+        assert (ROOT / file).is_file()
 
 
 def test_the_way_through_it_is_short():
     page = ROOT / "docs" / "audit.md"
     route = section(page.read_text(), "## Read it")
-    table = [line for line in route.splitlines() if line.startswith("| [")]
-    files = [page.parent / re.search(r"\]\((\.\./[\w/]+\.py)\)", line)[1] for line in table]
-    assert len(files) == 8 and sum(len(file.read_text().splitlines()) for file in files) < 1800
+    files = re.findall(r"^\| \[.*?\]\((\.\./[\w/]+\.py)\)", route, re.MULTILINE)
+    assert len(files) == route.count("\n| [") == 8
+    assert sum(len((page.parent / file).read_text().splitlines()) for file in files) < 1800
