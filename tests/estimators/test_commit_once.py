@@ -55,16 +55,23 @@ def test_given_the_noise_it_is_a_distribution(name, context, subtests):
             duel = Duel(toy, rule, 2, noise_seed=seed)
             scores = duel.log_prob(texts)
             assert total(scores) == pytest.approx(1, abs=1e-12)
-            again = duel.replay(texts, [score.reveal_steps for score in scores])
-            assert [score.log_prob for score in again] == pytest.approx([score.log_prob for score in scores], abs=1e-12)
+
+            replayed = duel.replay(texts, [score.reveal_steps for score in scores])
+            for score, along_its_order in zip(scores, replayed, strict=True):
+                assert along_its_order.log_prob == pytest.approx(score.log_prob, abs=1e-12)
+
             [alone] = Duel(toy, rule, 2, noise_seed=seed, batch_size=1).log_prob(texts[5:6])
             assert alone.log_prob == pytest.approx(scores[5].log_prob, abs=1e-12)
+
             for sample in duel.sample([context] * 4, 3, seed=1):
                 [score] = duel.log_prob([Window(context, sample.tokens)])
                 assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-9)
                 assert sample.reveal_steps == score.reveal_steps
+
             [best] = duel.sample([context], 3, do_sample=False)
-            assert duel.log_prob([Window(context, best.tokens)])[0].is_greedy
+            [score] = duel.log_prob([Window(context, best.tokens)])
+            assert score.is_greedy
+
             change = 0.0  # of one text, under three other seeds
             for other_seed in range(seed + 50, seed + 53):
                 [other] = Duel(toy, rule, 2, noise_seed=other_seed).log_prob(texts[3:4])
@@ -105,11 +112,14 @@ def test_masked_positions_show_the_marginal_of_the_noise(noise):
     at = torch.tensor([[0]])
     place = noises.NoiseKeys(at, at, at, torch.arange(count)[None])
     mask_id = 5 if noise.name != "uniform" else None
+
     shown = noises.masked_tokens(noise, torch.arange(5), mask_id, share, place)[0]
-    found = shown.bincount(minlength=6).double() / count
+
+    frequencies = shown.bincount(minlength=6).double() / count
     _, u, m = noise.level(share[:, None], 1 - share[:, None])
-    expected = torch.tensor([*[float(u)] * 5, float(m)], dtype=torch.float64)
-    assert torch.allclose(found, expected / expected.sum(), atol=0.012)
+    marginal = torch.tensor([*[float(u)] * 5, float(m)], dtype=torch.float64)
+    marginal = marginal / marginal.sum()
+    assert torch.allclose(frequencies, marginal, atol=0.012)
 
 
 def test_a_row_of_one_token_is_an_exact_tie():
@@ -119,15 +129,17 @@ def test_a_row_of_one_token_is_an_exact_tie():
         relative_positions = True
 
         def features(self, ids, real, t=None):
-            found = super().features(ids, real, t)
-            alike = (ids == ids[:, :1]).all(1)[:, None, None]
+            logits = super().features(ids, real, t)  # (R, L, V)
+            one_token = (ids == ids[:, :1]).all(1)[:, None, None]
             noise = 1e-9 * torch.arange(ids.shape[1], 0, -1)[:, None] * torch.arange(self.vocab_size)
-            return torch.where(alike, found[:, :1] + noise, found)
+            return torch.where(one_token, logits[:, :1] + noise, logits)
 
     [score] = Duel(Rotary(share=0.3), "greedy:k=1", 3).log_prob([Window((), (0, 1, 2))])
-    assert score.all_mask_starts >= 1 and score.reveal_steps[0] == 0
-    duel = Duel(Rotary(length=1, tokens=2), "greedy", 1)
-    assert duel.log_prob([Window((), (0,))])[0].all_mask_starts == 1
+    assert score.all_mask_starts >= 1
+    assert score.reveal_steps[0] == 0
+
+    [score] = Duel(Rotary(length=1, tokens=2), "greedy", 1).log_prob([Window((), (0,))])
+    assert score.all_mask_starts == 1
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -135,17 +147,16 @@ def test_a_row_of_one_token_is_an_exact_tie():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Duo, UDLM and GIDD, tiny and random; of Duo the folder, too."""
-    found = {}
+    """Duo, UDLM and GIDD, tiny and random: the folder and the denoiser of each."""
+    loaded = {}
     for name in networks.NOISED:
         path, _ = dit_reference.write(tmp_path_factory.mktemp(name), name)
+        tokenizer = None
         if name != "gidd-uniform":
-            dit_reference.words(12).save_pretrained(path)
-        found[name] = (
-            path,
-            denoisers.load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12)),
-        )
-    return found
+            tokenizer = dit_reference.words(12)
+            tokenizer.save_pretrained(path)
+        loaded[name] = (path, denoisers.load(path, device="cpu", tokenizer=tokenizer))
+    return loaded
 
 
 @pytest.mark.row_checks
@@ -153,65 +164,79 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize("name", networks.NOISED)
 def test_checkpoints_equal_the_specification(checkpoints, name, rule):
     """Window by window through `reference.log_likelihood_given_noise`, whose noise is made once more."""
-    duel = Duel(checkpoints[name][1], rule, 4, noise_seed=9)
+    _, denoiser = checkpoints[name]
+    duel = Duel(denoiser, rule, 4, noise_seed=9)
     windows = [Window((3,), (5, 9, 1, 1, 4, 7), (2,)), Window((), (5, 9, 2)), Window((7, 7), (8, 1, 1, 0), (), 4)]
+
     scores = duel.log_prob(windows)
-    assert duel.counts.rows_checked >= 8 and duel.counts.rows_differing == 0
+
+    assert duel.counts.rows_checked >= 8
+    assert duel.counts.rows_differing == 0
     for window, score in zip(windows, scores, strict=True):
-        found = recompute(duel.estimator, window, score)
-        assert found.route == (REFERENCE if rule == "greedy" else RUNS_RULE)
-        assert not found.problems and not found.other_picks
-        assert found.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+        recomputed = recompute(duel.estimator, window, score)
+        assert recomputed.route == (REFERENCE if rule == "greedy" else RUNS_RULE)
+        assert not recomputed.problems
+        assert not recomputed.other_picks
+        assert recomputed.log_prob == pytest.approx(score.log_prob, abs=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [{"temperature": 0.5}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.8}])
 def test_filters_leave_a_distribution_that_the_specification_has_too(checkpoints, arguments):
     """As model args: the probabilities of all texts sum to 1, and the audit's own filters give the same values."""
-    denoiser = denoisers.load(checkpoints["duo"][0], device="cpu", **arguments)
+    path, _ = checkpoints["duo"]
+    denoiser = denoisers.load(path, device="cpu", **arguments)
     duel = Duel(denoiser, "greedy", 3, noise_seed=9)
+
     windows = [Window((), text) for text in every_text(2, denoiser.vocab_size)]
     assert total(duel.log_prob(windows)) == pytest.approx(1, abs=1e-4)
-    [score] = duel.sample([(3,)], 5, seed=1)
-    window = Window((3,), score.tokens)
-    [scored] = duel.log_prob([window])
-    found = recompute(duel.estimator, window, scored)
-    assert not found.problems
-    assert scored.log_prob == pytest.approx(score.log_prob, abs=1e-4)
-    assert scored.log_prob == pytest.approx(found.log_prob, abs=1e-4)
+
+    [sample] = duel.sample([(3,)], 5, seed=1)
+    window = Window((3,), sample.tokens)
+    [score] = duel.log_prob([window])
+    recomputed = recompute(duel.estimator, window, score)
+    assert not recomputed.problems
+    assert score.log_prob == pytest.approx(sample.log_prob, abs=1e-4)
+    assert score.log_prob == pytest.approx(recomputed.log_prob, abs=1e-4)
 
 
 def test_an_audit_compares_it_with_no_order_of_masks(checkpoints):
-    duel = Duel(checkpoints["duo"][1], "greedy", 4)
+    _, denoiser = checkpoints["duo"]
+    duel = Duel(denoiser, "greedy", 4)
     window = Window((3,), (5, 9, 1, 1))
     [score] = duel.log_prob([window])
-    found = recompute(duel.estimator, window, score)
-    held = contradictions(duel.estimator, [CheckedWindow("here", window, score.log_prob, found, score=score)])
-    assert not held.problems
+    recomputed = recompute(duel.estimator, window, score)
+    checked = CheckedWindow("here", window, score.log_prob, recomputed, score=score)
+
+    assert not contradictions(duel.estimator, [checked]).problems
 
 
 def test_the_spec_says_whose_noise_it_is(checkpoints):
     path, denoiser = checkpoints["duo"]
-    one, two = (Duel(denoiser, "greedy", 4, noise_seed=seed) for seed in (0, 1))
-    assert one.spec["noise_seed"] == "0" and one.fingerprint != two.fingerprint
-    assert Duel(denoiser, "greedy", 4).fingerprint == one.fingerprint
+    duel = Duel(denoiser, "greedy", 4, noise_seed=0)
+    assert duel.spec["noise_seed"] == "0"
+    assert duel.fingerprint != Duel(denoiser, "greedy", 4, noise_seed=1).fingerprint
+    assert duel.fingerprint == Duel(denoiser, "greedy", 4).fingerprint
+
     duel = Duel.from_pretrained(path, rule="greedy", block=4, noise_seed=1, device="cpu")
     [score] = duel.score(["a b c d"])
-    assert not score.bound and score.stderr is None and "given the noise of seed 1" in score.kind
+    assert not score.bound
+    assert score.stderr is None
+    assert "given the noise of seed 1" in score.kind
     [text] = duel.generate(["a b"], max_new_tokens=8, do_sample=True, temperature=0.7, seed=2)
     assert math.isfinite(text.log_prob)
 
 
 def test_gradients_are_those_of_the_noised_rows(checkpoints):
-    denoiser = checkpoints["duo"][1]
+    _, denoiser = checkpoints["duo"]
     weight = denoiser.network.output_layer.linear.weight
     weight.requires_grad_(True)
     try:
         duel = Duel(denoiser, "greedy", 4)
         window = Window((3,), (5, 9, 1, 1, 4))
         [score] = duel.log_prob([window])
-        found = duel.differentiable([window], [score.reveal_steps])
-        assert found.tolist()[0] == pytest.approx(score.token_logprobs, abs=1e-5)
-        found.sum().backward()
+        [log_probs] = duel.differentiable([window], [score.reveal_steps])
+        assert log_probs.tolist() == pytest.approx(score.token_logprobs, abs=1e-5)
+        log_probs.sum().backward()
         assert weight.grad.abs().sum() > 0
     finally:
         weight.requires_grad_(False)
@@ -239,7 +264,9 @@ def test_what_needs_masks_is_refused(make, word):
 
 def test_wrappers(monkeypatch):
     toy = NoisyToy(share=0.3)
-    [warm], [cold] = (Duel(each, "greedy", 3).log_prob([Window((), (0, 1, 2))]) for each in (toy, warped(toy, 0.5)))
+    windows = [Window((), (0, 1, 2))]
+    [warm] = Duel(toy, "greedy", 3).log_prob(windows)
+    [cold] = Duel(warped(toy, 0.5), "greedy", 3).log_prob(windows)
     assert warm.log_prob != pytest.approx(cold.log_prob)
     with pytest.raises(DuelError, match="cfg_scale"):
         Duel(Guided(toy, 1.0), "greedy", 3)
@@ -268,23 +295,33 @@ def test_over_seeds_the_mean_and_the_log_mean_are_bounds(name):
     scores = duel.log_prob(windows)
     for n, seed in enumerate((5, 6, 7)):
         alone = Duel(toy, "greedy", 2, noise_seed=seed).log_prob(windows)
-        assert [score.seeds[n] for score in scores] == pytest.approx([one.log_prob for one in alone], abs=1e-12)
-    many = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=2000).log_prob(windows)
-    few = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=100).log_prob(windows)
-    for score, one in zip(many, few, strict=True):
-        tight = score.others["log_mean_exp"]
-        assert score.log_prob < tight.log_prob  # = log p
-        assert abs(one.log_prob - score.log_prob) < 4 * one.stderr
-        near = one.others["log_mean_exp"]
-        assert near.stderr is None or abs(near.log_prob - tight.log_prob) < 5 * near.stderr
-        assert not one.value.is_exact and one.value.is_bound
+        for score, of_seed in zip(scores, alone, strict=True):
+            assert score.seeds[n] == pytest.approx(of_seed.log_prob, abs=1e-12)
+
+    of_many_seeds = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=2000).log_prob(windows)
+    of_few_seeds = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=100).log_prob(windows)
+    for many, few in zip(of_many_seeds, of_few_seeds, strict=True):
+        log_p = many.others["log_mean_exp"].log_prob
+        assert many.log_prob < log_p
+        assert abs(few.log_prob - many.log_prob) < 4 * few.stderr
+        estimate = few.others["log_mean_exp"]
+        if estimate.stderr is not None:
+            assert abs(estimate.log_prob - log_p) < 5 * estimate.stderr
+        assert not few.value.is_exact
+        assert few.value.is_bound
 
 
 SPANNING = "klass:mu=0.4:nu=0.3:kl=authors:across=true"  # its history outlives a block
 
 
-ROUTES = [("greedy", REFERENCE), ("quota:steps=3", RUNS_RULE), (SPANNING, RUNS_RULE)]
-PATHS = [(name, *route) for name in ("uniform", "hybrid") for route in ROUTES]
+PATHS = [  # a network, a rule, and by what an audit computes the value
+    ("uniform", "greedy", REFERENCE),
+    ("uniform", "quota:steps=3", RUNS_RULE),
+    ("uniform", SPANNING, RUNS_RULE),
+    ("hybrid", "greedy", REFERENCE),
+    ("hybrid", "quota:steps=3", RUNS_RULE),
+    ("hybrid", SPANNING, RUNS_RULE),
+]
 
 
 @pytest.mark.parametrize(("name", "rule", "route"), slow_but(PATHS, [PATHS[1], PATHS[3], PATHS[5]]))
@@ -293,17 +330,22 @@ def test_an_audit_follows_the_path_of_each_seed(name, rule, route):
     duel = Duel(TOYS[name](length=12), rule, 8, estimator="duel_seeds", noise_seed=5, noise_seeds=3)
     window = Window((1,), (0, 1, 2, 2, 1, 0, 0, 1, 2))
     [score] = duel.log_prob([window])
-    found = recompute(duel.estimator, window, score)
-    assert found.route == route and not found.problems and not found.other_picks, found
-    assert found.log_prob == pytest.approx(score.log_prob, abs=1e-9)
-    wrong = dataclasses.replace(score, seeds=(*score.seeds[:2], score.seeds[2] + 0.01))
-    [problem] = recompute(duel.estimator, window, wrong).problems
-    assert "noise_seed 7" in problem
-    tight = dataclasses.replace(score.others["log_mean_exp"], log_prob=score.log_prob)
-    [problem] = recompute(duel.estimator, window, dataclasses.replace(score, others={"log_mean_exp": tight})).problems
-    assert "log_mean_exp" in problem
-    [problem] = recompute(duel.estimator, window, dataclasses.replace(score, stderr=2 * score.stderr)).problems
-    assert "stderr" in problem
+
+    recomputed = recompute(duel.estimator, window, score)
+    assert recomputed.route == route
+    assert not recomputed.problems
+    assert not recomputed.other_picks
+    assert recomputed.log_prob == pytest.approx(score.log_prob, abs=1e-9)
+
+    def problem_of(**changes):
+        wrong = dataclasses.replace(score, **changes)
+        [problem] = recompute(duel.estimator, window, wrong).problems
+        return problem
+
+    assert "noise_seed 7" in problem_of(seeds=(*score.seeds[:2], score.seeds[2] + 0.01))
+    assert "stderr" in problem_of(stderr=2 * score.stderr)
+    mean_as_log_mean = dataclasses.replace(score.others["log_mean_exp"], log_prob=score.log_prob)
+    assert "log_mean_exp" in problem_of(others={"log_mean_exp": mean_as_log_mean})
 
 
 class Fresh(DuelEstimator):
@@ -311,7 +353,8 @@ class Fresh(DuelEstimator):
 
     def open(self, windows, window_indices, generating=False):
         group = super().open(windows, window_indices, generating)
-        return dataclasses.replace(group, rows=dataclasses.replace(group.rows, noise_seed=torch.tensor(window_indices)))
+        rows = dataclasses.replace(group.rows, noise_seed=torch.tensor(window_indices))
+        return dataclasses.replace(group, rows=rows)
 
 
 def test_the_sampler_with_fresh_noise_has_these_probabilities():
@@ -320,11 +363,15 @@ def test_the_sampler_with_fresh_noise_has_these_probabilities():
     count = 800
     texts = [Window((), text) for text in every_text(2)]
     duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=count)
+
     p = [math.exp(score.others["log_mean_exp"].log_prob) for score in duel.log_prob(texts)]
+    samples = Fresh(toy, "greedy", 2).sample([()] * count, 2)
+
     assert math.fsum(p) == pytest.approx(1, abs=1e-9)
-    drawn = Counter(sample.tokens for sample in Fresh(toy, "greedy", 2).sample([()] * count, 2))
+    drawn = Counter(sample.tokens for sample in samples)
     for text, chance in zip(texts, p, strict=True):
-        assert abs(drawn[text.target] / count - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
+        frequency = drawn[text.target] / count
+        assert abs(frequency - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
 
 
 def test_totals_are_made_for_each_seed():
@@ -332,21 +379,27 @@ def test_totals_are_made_for_each_seed():
     toy = NoisyToy(length=4)
     windows = [Window((), (0, 1, 2)), Window((), (2, 2, 1))]
     duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=12)
-    scores = duel.log_prob(windows)
-    total = Total.from_scores(windows, scores, "duel_seeds")
-    sums = torch.tensor([score.seeds for score in scores], dtype=torch.float64).sum(0)
+    first, second = duel.log_prob(windows)
+
+    total = Total.from_scores(windows, [first, second], "duel_seeds")
+    sums = torch.tensor(first.seeds, dtype=torch.float64) + torch.tensor(second.seeds, dtype=torch.float64)
     assert total.stderr == pytest.approx(float(sums.std()) / math.sqrt(12))
-    double = Total.from_scores(windows[:1] * 2, scores[:1] * 2, "duel_seeds")
-    assert double.stderr == pytest.approx(2 * scores[0].stderr)
-    other = total.named["log_mean_exp"]
-    assert other.log_prob == pytest.approx(sum(score.others["log_mean_exp"].log_prob for score in scores))
-    assert len(other.value.seeds) == 12 and (other.stderr is None or other.stderr > 0)
+
+    double = Total.from_scores([windows[0], windows[0]], [first, first], "duel_seeds")
+    assert double.stderr == pytest.approx(2 * first.stderr)
+
+    log_mean = total.named["log_mean_exp"]
+    expected = first.others["log_mean_exp"].log_prob + second.others["log_mean_exp"].log_prob
+    assert log_mean.log_prob == pytest.approx(expected)
+    assert len(log_mean.value.seeds) == 12
+    assert log_mean.stderr is None or log_mean.stderr > 0
 
 
 def test_the_error_of_a_log_mean_takes_ten_effective_seeds():
     duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=8)
     [score] = duel.log_prob([Window((), (0, 1, 2))])
-    assert score.stderr > 0 and score.others["log_mean_exp"].stderr is None
+    assert score.stderr > 0
+    assert score.others["log_mean_exp"].stderr is None
     spread = torch.tensor([[0.0]] * 30 + [[50.0]], dtype=torch.float64)
     assert duel.estimator._log_mean(spread).stderr is None
     assert duel.estimator._log_mean(torch.linspace(0, 1, 31, dtype=torch.float64)[:, None]).stderr > 0
@@ -370,7 +423,8 @@ def test_records_keep_every_seed():
     for seeds in (3, 12):
         duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=seeds)
         [score] = duel.log_prob([Window((), (0, 1, 2))])
-        [read] = decode_request(encode_request([score]), 1)
-        for found in (read, decode(encode(score))):
-            assert found.value == score.value
-            assert found.others["log_mean_exp"].value.describe() == score.others["log_mean_exp"].value.describe()
+        log_mean = score.others["log_mean_exp"].value.describe()
+        [from_request] = decode_request(encode_request([score]), 1)
+        for decoded in (from_request, decode(encode(score))):
+            assert decoded.value == score.value
+            assert decoded.others["log_mean_exp"].value.describe() == log_mean

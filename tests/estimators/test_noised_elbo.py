@@ -27,28 +27,48 @@ TOYS = {
     "conditioned": Conditioned(),
     "conditioned denoiser": Conditioned(prediction="denoiser"),
 }
-PLAIN = [name for name in TOYS if "conditioned" not in name]
 TEXT = (1, 2)
-PROCESSES = [(name, "none") for name in PLAIN] + [
-    (name, kind) for name in ("conditioned", "conditioned denoiser") for kind in ("none", "twice", "chain")
+PROCESSES = [  # a toy, and the self-conditioning of the process
+    ("uniform plugin", "none"),
+    ("uniform denoiser", "none"),
+    ("hybrid plugin", "none"),
+    ("hybrid denoiser", "none"),
+    ("masks", "none"),
+    ("conditioned", "none"),
+    ("conditioned", "twice"),
+    ("conditioned", "chain"),
+    ("conditioned denoiser", "none"),
+    ("conditioned denoiser", "twice"),
+    ("conditioned denoiser", "chain"),
 ]
-FAST = [("uniform plugin", "none"), ("hybrid denoiser", "none"), ("masks", "none")]
-FAST += [("conditioned", "twice"), ("conditioned denoiser", "chain")]
+FAST = [
+    ("uniform plugin", "none"),
+    ("hybrid denoiser", "none"),
+    ("masks", "none"),
+    ("conditioned", "twice"),
+    ("conditioned denoiser", "chain"),
+]
 
 
-def times(*values):
-    """Times and their rests as planes (1, 1)."""
-    return [torch.tensor([[value]], dtype=torch.float64) for value in values]
+def step_level(noise, step, steps):
+    """The noise level after a step, for a plane (1, 1)."""
+    t = torch.tensor([[step / steps]], dtype=torch.float64)
+    rest = torch.tensor([[(steps - step) / steps]], dtype=torch.float64)
+    return noise.level(t, rest)
 
 
 @pytest.mark.parametrize(("name", "conditioning"), slow_but(PROCESSES, FAST))
 def test_the_process_is_a_distribution_and_the_bound_is_one(name, conditioning):
+    """The probabilities of all texts sum to 1, and the bound of each is at least -log p (law 24)."""
     toy = TOYS[name]
     steps = 2
-    p = sampled(toy, 2, steps, conditioning)
     texts = list(itertools.product(range(3), repeat=2))
+
+    p = sampled(toy, 2, steps, conditioning)
+
     assert math.fsum(p[text] for text in texts) == pytest.approx(1, abs=1e-12)
-    assert all(bound(toy, text, steps, conditioning) >= -math.log(p[text]) - 1e-12 for text in texts)
+    for text in texts:
+        assert bound(toy, text, steps, conditioning) >= -math.log(p[text]) - 1e-12
 
 
 @pytest.mark.parametrize(("name", "conditioning"), slow_but(PROCESSES, FAST))
@@ -57,13 +77,17 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     toy = TOYS[name]
     steps = 3 if conditioning == "none" else 2
     exact = bound(toy, TEXT, steps, conditioning)
-    distances = []
+    arguments = NoisedElboArguments(2048, steps, self_conditioning=conditioning)
+
+    distances = []  # from the exact value, in standard errors
     for seed in range(5):
-        estimator = NoisedElbo(toy, NoisedElboArguments(2048, steps, self_conditioning=conditioning), draw_seed=seed)
-        [score] = estimator.log_prob([Window((), TEXT)])
+        [score] = NoisedElbo(toy, arguments, draw_seed=seed).log_prob([Window((), TEXT)])
         assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, abs=1e-9)
         distances.append((score.log_prob + exact) / score.stderr)
-    assert max(map(abs, distances)) < 4 and 0.3 < torch.tensor(distances).std() < 2
+
+    distances = torch.tensor(distances)
+    assert distances.abs().max() < 4
+    assert 0.3 < distances.std() < 2
 
 
 @pytest.mark.slow
@@ -72,11 +96,16 @@ def test_the_told_error_is_that_of_the_estimate(steps):
     """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
     toy = NoisyToy(length=16)
     window = Window((), tuple(n * n % 3 for n in range(16)))
-    scores = [
-        NoisedElbo(toy, NoisedElboArguments(16, steps), draw_seed=seed).log_prob([window])[0] for seed in range(60)
-    ]
-    values, told = (torch.tensor(of) for of in zip(*((score.log_prob, score.stderr) for score in scores), strict=True))
-    assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.2
+
+    values = []
+    errors = []
+    for seed in range(60):
+        [score] = NoisedElbo(toy, NoisedElboArguments(16, steps), draw_seed=seed).log_prob([window])
+        values.append(score.log_prob)
+        errors.append(score.stderr)
+
+    ratio = torch.tensor(values).var() / torch.tensor(errors).square().mean()
+    assert 0.5 < float(ratio) < 2  # its spread is about 0.2
 
 
 @pytest.mark.slow
@@ -87,15 +116,21 @@ def test_intervals_cover(share, steps):
 
     With uniform steps they held 38 to 55 % of the sharper ones; the exact value is a mean of 100 times the draws.
     """
-    held = []
+    windows = []
+    for k in range(2):
+        target = [(3 * n * n + 5 * n * k + k) % 9 for n in range(12)]
+        windows.append(Window((), target))
+
+    covered = []
     for scale in (0.7, 2.0, 4.0):
         toy = NoisyToy(tokens=9, length=12, share=share, scale=scale)
-        windows = [Window((), tuple((3 * n * n + 5 * n * k + k) % 9 for n in range(12))) for k in range(2)]
         exact = NoisedElbo(toy, NoisedElboArguments(1 << 14, steps), draw_seed=987).log_prob(windows)
         for seed in range(20):
             scores = NoisedElbo(toy, NoisedElboArguments(steps=steps), draw_seed=seed).log_prob(windows)
-            held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]
-    assert sum(held) >= 0.9 * len(held)
+            for score, value in zip(scores, exact, strict=True):
+                covered.append(abs(score.log_prob - value.log_prob) <= 1.96 * score.stderr)
+
+    assert sum(covered) >= 0.9 * len(covered)
 
 
 def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
@@ -116,20 +151,28 @@ def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
 def test_many_steps_approach_the_limit(name):
     toy = TOYS[name]
     x = (2, 1)
-    [score] = NoisedElbo(toy, NoisedElboArguments(4096, math.inf)).log_prob([Window((), x)])
-    distances = [abs(bound(toy, x, steps) + score.log_prob) for steps in (4, 64)]
-    assert distances[1] < 4 * score.stderr + 0.1 * distances[0] and score.stderr < 0.1 * distances[0]
+    [limit] = NoisedElbo(toy, NoisedElboArguments(4096, math.inf)).log_prob([Window((), x)])
+    distance_of_few = abs(bound(toy, x, 4) + limit.log_prob)
+    distance_of_many = abs(bound(toy, x, 64) + limit.log_prob)
+    assert limit.stderr < 0.1 * distance_of_few
+    assert distance_of_many < 4 * limit.stderr + 0.1 * distance_of_few
 
 
 @pytest.mark.parametrize(("noise", "within"), [(None, 0), (noises.Hybrid(3, 1e-9), 1e-2)])
 def test_masks_alone_give_the_mean_over_all_orders(noise, within):
     """And so does GIDD whose share of uniform noise vanishes."""
-    toy, masked = (NoisyToy(share=0.0, timed=False, scale=0.3) for _ in range(2))
+    windows = [Window((), TEXT)]
+    toy = NoisyToy(share=0.0, timed=False, scale=0.3)
+    if noise is not None:
+        toy.noise_training = toy.noise_training._replace(noise=noise)
+    masked = NoisyToy(share=0.0, timed=False, scale=0.3)
     masked.noise_training = None
-    [wanted] = Lattice(masked, 2, estimator="elbo_exact").log_prob([Window((), TEXT)])
-    toy.noise_training = toy.noise_training._replace(noise=noise or toy.noise_training.noise)
-    [score] = NoisedElbo(toy, NoisedElboArguments(1 << 13, math.inf)).log_prob([Window((), TEXT)])
-    assert abs(score.log_prob - wanted.log_prob) < 4 * score.stderr + within and score.stderr < 0.05
+
+    [score] = NoisedElbo(toy, NoisedElboArguments(1 << 13, math.inf)).log_prob(windows)
+    [expected] = Lattice(masked, 2, estimator="elbo_exact").log_prob(windows)
+
+    assert score.stderr < 0.05
+    assert abs(score.log_prob - expected.log_prob) < 4 * score.stderr + within
 
 
 def test_float32_is_enough_for_a_large_vocabulary():
@@ -141,33 +184,41 @@ def test_float32_is_enough_for_a_large_vocabulary():
     noisy = torch.tensor([7, 5, logits[2].argmax()])
     observed = noises.Observed((noisy == clean)[None], torch.zeros(1, 3, dtype=torch.bool))
     for step in (1, 2, 24, 48):
-        before, now = (noise.level(*times(n / 48, (48 - n) / 48)) for n in (step - 1, step))
+        before = step_level(noise, step - 1, 48)
+        now = step_level(noise, step, 48)
         ratio = torch.where(before.u > 0, before.a / before.u, 0.0)[0].expand(3)
         shift = noises.as_plugin(now, observed.masked)[0]
-        terms = []
-        for dtype in (torch.float32, torch.float64):
-            values = noises.statistics(logits.to(dtype), clean, noisy, shift, ratio)
-            terms.append(noises.step_kl(before, now, noises.Statistics(*(v[None] for v in values)), observed))
-        assert torch.allclose(*terms, rtol=0, atol=2e-6)
+
+        def term(dtype):
+            values = noises.statistics(logits.to(dtype), clean, noisy, shift, ratio)  # noqa: B023
+            of_one_row = noises.Statistics(*(value[None] for value in values))
+            return noises.step_kl(before, now, of_one_row, observed)  # noqa: B023
+
+        assert torch.allclose(term(torch.float32), term(torch.float64), rtol=0, atol=2e-6)
 
 
 def test_a_wrong_reading_of_the_output_is_another_process():
     """Both are bounds; they are told apart."""
-    read = {kind: NoisyToy(prediction=kind) for kind in ("plugin", "denoiser")}
-    bounds = {kind: bound(toy, TEXT, 4) for kind, toy in read.items()}
+    toy = NoisyToy(prediction="plugin")
+    bounds = {"plugin": bound(toy, TEXT, 4), "denoiser": bound(NoisyToy(prediction="denoiser"), TEXT, 4)}
     assert abs(bounds["plugin"] - bounds["denoiser"]) > 0.1
-    for kind, exact in bounds.items():
-        [score] = NoisedElbo(read["plugin"], NoisedElboArguments(1024, 4, prediction=kind)).log_prob([Window((), TEXT)])
+
+    for prediction, exact in bounds.items():
+        arguments = NoisedElboArguments(1024, 4, prediction=prediction)
+        [score] = NoisedElbo(toy, arguments).log_prob([Window((), TEXT)])
         assert abs(score.log_prob + exact) < 4 * score.stderr
 
 
 def test_canvases_add_up():
     toy = NoisyToy(length=4)
     toy.block = 2
-    whole = NoisedElbo(toy, NoisedElboArguments(2048, 2)).log_prob([Window((0,), (1, 2, 1))])[0]
-    parts = NoisedElbo(toy, NoisedElboArguments(2048, 2)).log_prob([Window((0,), (1, 2)), Window((0, 1, 2), (1,))])
-    error = math.hypot(whole.stderr, *(part.stderr for part in parts))
-    assert abs(whole.log_prob - sum(part.log_prob for part in parts)) < 4 * error
+    estimator = NoisedElbo(toy, NoisedElboArguments(2048, 2))
+
+    [whole] = estimator.log_prob([Window((0,), (1, 2, 1))])
+    first, second = estimator.log_prob([Window((0,), (1, 2)), Window((0, 1, 2), (1,))])
+
+    error = math.hypot(whole.stderr, first.stderr, second.stderr)
+    assert abs(whole.log_prob - (first.log_prob + second.log_prob)) < 4 * error
 
 
 @pytest.mark.row_checks
@@ -219,10 +270,15 @@ def test_a_tail_is_refused_because_the_noise_has_no_masks():
 )
 def test_arguments_that_change_nothing_are_named(network, arguments, named, caplog):
     without = {key: value for key, value in arguments.items() if key not in named}
-    window = Window((), TEXT)
-    scores = [Duel(network, **each).log_prob([window])[0].log_prob for each in (arguments, without)]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-12)
-    assert len(caplog.messages) == bool(named) and all(name in caplog.text for name in named)
+    windows = [Window((), TEXT)]
+
+    [score] = Duel(network, **arguments).log_prob(windows)
+    [expected] = Duel(network, **without).log_prob(windows)
+
+    assert score.log_prob == pytest.approx(expected.log_prob, abs=1e-12)
+    assert len(caplog.messages) == bool(named)
+    for name in named:
+        assert name in caplog.text
 
 
 def test_arguments_that_are_read_are_not_named(caplog):

@@ -94,10 +94,14 @@ SUMS = {  # windows with their scores
         (ONE, Score(-3.0, others={"greedy": Score(-4.0, nfe=3, near_ties=1), "oracle": Score(-2.0)})),
         (OTHER, Score(-1.0, others={"greedy": Score(-5.0, nfe=2, near_ties=0), "oracle": Score(-0.5)})),
     ],
-    **{
-        f"estimates of {sizes}": [(ONE, estimate(*sizes))]
-        for sizes in ((9, 7, 7), (9, 8, 8), (9, 9, 7), (40, 29, 29), (40, 30, 30), (3, 2, 2), (4, 3, 3), (2, 0, 0))
-    },
+    "estimates of (9, 7, 7)": [(ONE, estimate(9, 7, 7))],
+    "estimates of (9, 8, 8)": [(ONE, estimate(9, 8, 8))],
+    "estimates of (9, 9, 7)": [(ONE, estimate(9, 9, 7))],
+    "estimates of (40, 29, 29)": [(ONE, estimate(40, 29, 29))],
+    "estimates of (40, 30, 30)": [(ONE, estimate(40, 30, 30))],
+    "estimates of (3, 2, 2)": [(ONE, estimate(3, 2, 2))],
+    "estimates of (4, 3, 3)": [(ONE, estimate(4, 3, 3))],
+    "estimates of (2, 0, 0)": [(ONE, estimate(2, 0, 0))],
     "one estimate twice": [(ONE, estimate(9, 6, 5)), (ONE, estimate(9, 6, 5)), (OTHER, estimate(9, 4, 3))],
 }
 
@@ -106,12 +110,17 @@ def test_sums_and_what_is_said_of_them():
     lines = []
     drawn = registry.find("two_phase").drawn
     for name, pairs in SUMS.items():
-        total = Total.from_scores([window for window, _ in pairs], [score for _, score in pairs], "value")
+        windows = [window for window, _ in pairs]
+        scores = [score for _, score in pairs]
+        total = Total.from_scores(windows, scores, "value")
+
         lines.append(f"{name}:")
-        for key, each in (total.named or {"nothing": total}).items():
-            found = each.describe() | {"kind": each.value.kind} | {of: getattr(each, of) for of in OF_SUMS}
-            lines += [f"    {line}" for line in golden.listed(key, found)]
-            assert each.summed.error is None  # `stderr` alone knows it, of one window as of several
+        for key, part in (total.named or {"nothing": total}).items():
+            entries = part.describe() | {"kind": part.value.kind}
+            for attribute in OF_SUMS:
+                entries[attribute] = getattr(part, attribute)
+            lines += [f"    {line}" for line in golden.listed(key, entries)]
+            assert part.summed.error is None  # `stderr` alone knows it, of one window as of several
         if pairs:
             lines.append(f"    in the log: {total.summary()}")
             lines.append(f"    if drawn: {total.summary(drawn)}")
@@ -128,9 +137,12 @@ def test_documents_are_complete_with_their_last_window():
         for n in (3, 1, 4, 0, 5, 2):
             yield n, Score(-float(n))
 
-    found = [(n, [score.log_prob for score in scores]) for n, scores in score_documents(documents, stream)]
+    finished = []
+    for n, scores in score_documents(documents, stream):
+        finished.append((n, [score.log_prob for score in scores]))
+
     assert asked == [ONE, OTHER, OTHER, ONE, ONE, EMPTY]
-    assert found == [(1, []), (0, [0.0, -1.0]), (3, [-3.0, -4.0, -5.0]), (2, [-2.0])]
+    assert finished == [(1, []), (0, [0.0, -1.0]), (3, [-3.0, -4.0, -5.0]), (2, [-2.0])]
 
 
 # ---------------------------------------------------------------- labels
@@ -148,13 +160,13 @@ def test_labels_of_estimators():
     lines = []
     for name, entry in registry.ESTIMATORS.items():
         lines.append(f"{name}: {entry.title}, {'+'.join(entry.arguments)}")
-        told = ""
+        before = ""
         for spec in SPECS:
             worth = registry.worth(name, spec)
             labels = "; ".join(entry.qualifiers(spec))
-            before = told
-            told = f"{worth.kind.name} {worth.note!r}, {worth.label!r}, labels {labels}"
-            lines.append(f"    {spec}: {told if told != before else 'the same'}")
+            description = f"{worth.kind.name} {worth.note!r}, {worth.label!r}, labels {labels}"
+            lines.append(f"    {spec}: {description if description != before else 'the same'}")
+            before = description
         if entry.drawn is not None:
             for count in (entry.drawn.least - 1, entry.drawn.least, "none"):
                 lines.append(f"    {count}: {entry.drawn.unknown({entry.drawn.argument: count})}")
@@ -210,20 +222,29 @@ def test_what_is_logged(caplog):
     for name, step in steps.items():
         caplog.clear()
         step()
-        lines += [f"{name}:", *(f"    {record.levelname} {record.getMessage()}" for record in caplog.records)]
+        lines.append(f"{name}:")
+        lines += [f"    {record.levelname} {record.getMessage()}" for record in caplog.records]
     check("log", lines)
 
 
 def test_the_order_in_which_windows_are_finished():
     """In the order given the first come early, a few calls at once; else the longest are first. Equal ones together."""
     toy = Toy(length=12)
-    windows = [EMPTY, *(Window((n % 3,), (n % 2,) * length) for n, length in enumerate((3, 9, 1, 5, 2, 8, 4, 7)))]
+    windows = [EMPTY]
+    for n, length in enumerate((3, 9, 1, 5, 2, 8, 4, 7)):
+        windows.append(Window((n % 3,), (n % 2,) * length))
     windows.append(windows[1])
     duel = partial(DuelEstimator, toy, "greedy", 3, batch_size=2)
-    cases = [(duel, True, True), (duel, True, False), (duel, False, True)]
-    cases += [(partial(Elbo, toy, ElboArguments(8), batch_size=6), True, in_order) for in_order in (True, False)]
+    elbo = partial(Elbo, toy, ElboArguments(8), batch_size=6)
+
     lines = []
-    for make, padded, in_order in cases:
+    for make, padded, in_order in (
+        (duel, True, True),
+        (duel, True, False),
+        (duel, False, True),
+        (elbo, True, True),
+        (elbo, True, False),
+    ):
         toy.honours_padding = padded
         estimator = make()
         buckets = estimator._buckets(windows)
@@ -247,16 +268,15 @@ def test_costs():
         denoiser = kind(length=20) if kind is Toy else kind(block, length=20)
         for rule, layout in itertools.product(RULES, LAYOUTS):
             setting = cost.Setting(denoiser, parse(rule), block, grid)
-            lines.append(
-                f"{kind.__name__} {block} {grid} {rule} {[*layout]}: {[*setting.exact(layout)]} {setting.is_exact}"
-            )
+            exact = [*setting.exact(layout)]
+            lines.append(f"{kind.__name__} {block} {grid} {rule} {[*layout]}: {exact} {setting.is_exact}")
         for layout in LAYOUTS:
             setting = cost.Setting(denoiser, parse("greedy:k=2"), block, grid)
             lines.append(f"    elbo {[*setting.elbo(layout, 3)]}, lattice {[*setting.lattice(layout)]}")
             if kind is Toy:
-                lines.append(
-                    f"    prefix {[*setting.cached(layout, 'prefix')]}, dual {[*setting.cached(layout, 'dual')]}"
-                )
+                prefix = [*setting.cached(layout, "prefix")]
+                dual = [*setting.cached(layout, "dual")]
+                lines.append(f"    prefix {prefix}, dual {dual}")
                 lines.append(f"    two phases {[*setting.two_phase(layout, 0.3)]}")
     noised = cost.Setting(NoisyToy(length=20), parse("greedy"), None, "target")
     lines += [f"noised {[*noised.noised(layout, 3, 2)]}" for layout in LAYOUTS]
@@ -331,7 +351,9 @@ PARTS = {
     "nothing": Window((), ()),
     "suffix up to the border": Window((0,), (1, 0), (2,) * 2),
     "suffix over the border": Window((0,), (1, 0), (2,) * 4),
-    **{f"3 positions, suffix of {n}": Window((0,), (1, 0, 0), (2,) * n) for n in (1, 2, 3)},
+    "3 positions, suffix of 1": Window((0,), (1, 0, 0), (2,)),
+    "3 positions, suffix of 2": Window((0,), (1, 0, 0), (2,) * 2),
+    "3 positions, suffix of 3": Window((0,), (1, 0, 0), (2,) * 3),
     "tail at the border": Window((0, 0, 0), (1, 0, 0), (), 1),
     "tail off the border": Window((0, 0, 0), (1, 0), (), 1),
     "known": Window((0,), (1, 0, 0), known=(1,)),
@@ -350,8 +372,9 @@ def test_which_windows_are_refused():
     for (kind, denoiser), (name, window) in itertools.product(kinds(), PARTS.items()):
         block = denoiser.block or (1 if denoiser.attention == "causal" else 3)
         grid = resolve_grid(denoiser, "auto")
-        found = [answer(check_windows, denoiser, block, grid, [EMPTY, window], each) for each in (False, True)]
-        lines.append(f"{kind}, {name}: {found[0]}; generated {'the same' if found[0] == found[1] else found[1]}")
+        scored = answer(check_windows, denoiser, block, grid, [EMPTY, window], False)
+        generated = answer(check_windows, denoiser, block, grid, [EMPTY, window], True)
+        lines.append(f"{kind}, {name}: {scored}; generated {'the same' if scored == generated else generated}")
     known = [EMPTY, EMPTY, PARTS["known"]]
     for estimator in (Elbo(Toy()), Autoregressive(Causal()), NoisedElbo(NoisyToy(length=8))):
         lines.append(f"estimator={estimator.name}, known: {answer(estimator.check, known)}")
@@ -368,8 +391,9 @@ def test_blocks_and_grids_of_networks():
     published.published_block = 5
     lines.append(f"published: {resolve_block(published, 'auto')} {resolve_block(published, 4)}")
     for block, only in itertools.product((1, 12, 13, None), (False, True)):
-        found = [answer(check_block, name, block, only) for name in ("oracle", "sampled_order")]
-        lines.append(f"every order in {block}: {found}")
+        oracle = answer(check_block, "oracle", block, only)
+        sampled_order = answer(check_block, "sampled_order", block, only)
+        lines.append(f"every order in {block}: {[oracle, sampled_order]}")
     check("blocks", lines)
 
 
@@ -380,19 +404,27 @@ def test_departures_from_a_rule():
     """Along the other orders of a text: where the rule would have picked others, and by how much."""
     duel = DuelEstimator(Toy(), "greedy", 3)
     window = Window((1,), (2, 0, 1, 1))
-    steps = [(*order, 0) for order in itertools.permutations(range(3))] + [(0, 0, 1, 0), (4, 4, 9, 11)]
+    orders = [(*order, 0) for order in itertools.permutations(range(3))]
+    orders += [(0, 0, 1, 0), (4, 4, 9, 11)]
+
     lines = []
-    for order, found in zip(steps, follow(duel, [window] * len(steps), steps, None), strict=True):
-        lines += golden.listed(f"order {order}", dataclasses.asdict(found) | {"differences": ()})
-        lines += [line for each in found.differences for line in golden.listed("    departs", each)]
-    sampler = {"n": 1, "confidence": "tempered"}
-    lines += golden.listed("sampled", dataclasses.asdict(follow(duel, [window], steps[:1], sampler)[0]))
+    followed = follow(duel, [window] * len(orders), orders, None)
+    for order, path in zip(orders, followed, strict=True):
+        lines += golden.listed(f"order {order}", dataclasses.asdict(path) | {"differences": ()})
+        for departure in path.differences:
+            lines += golden.listed("    departs", departure)
+    [sampled] = follow(duel, [window], orders[:1], {"n": 1, "confidence": "tempered"})
+    lines += golden.listed("sampled", dataclasses.asdict(sampled))
     check("departures", lines)
-    assert isinstance(answer(follow, duel, [window], [(0, 1, 2, 2)], None), str), (
-        "a block begins before the last one ends"
-    )
+
+    refusal = answer(follow, duel, [window], [(0, 1, 2, 2)], None)
+    assert isinstance(refusal, str), "a block begins before the last one ends"
     assert not isinstance(answer(follow, duel, [window], [(0, 1, 2, 3)], None), str)
-    assert [Departure(0, 0, margin).near_tie for margin in (None, 0.0, 9.9e-5, 1.1e-4)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("margin", "near_tie"), [(None, False), (0.0, True), (9.9e-5, True), (1.1e-4, False)])
+def test_a_departure_by_less_than_float_noise_is_a_near_tie(margin, near_tie):
+    assert Departure(0, 0, margin).near_tie is near_tie
 
 
 @pytest.mark.parametrize(
@@ -401,8 +433,9 @@ def test_departures_from_a_rule():
 )
 def test_orders_that_do_not_fit_are_refused(steps, numbers):
     duel = DuelEstimator(Toy(), "greedy", 3)
-    found = answer(duel.replay, [Window((1,), (2, 0, 1, 1))], steps)
-    assert isinstance(found, str) and found.startswith(f"error with {numbers}"), found
+    refusal = answer(duel.replay, [Window((1,), (2, 0, 1, 1))], steps)
+    assert isinstance(refusal, str)
+    assert refusal.startswith(f"error with {numbers}")
     assert Replay(((0, 1),)).may_pick_none
 
 
