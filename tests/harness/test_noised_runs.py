@@ -48,7 +48,18 @@ def plain(lm, windows):
     rule, block = lm.options.rule, lm.estimator.block
     arguments = dataclasses.asdict(lm.options.estimator_args)
     duel = Duel(lm.denoiser, rule, block, batch_size=1, estimator=lm.estimator.name, **arguments)
-    return [score for window in windows for score in duel.log_prob([window])]
+    scores = []
+    for window in windows:
+        scores += duel.log_prob([window])
+    return scores
+
+
+def windows_of(lm, texts):
+    """The windows of all texts."""
+    windows = []
+    for (text,) in texts:
+        windows += lm.text.windows(text)
+    return windows
 
 
 def near(nats):
@@ -67,45 +78,53 @@ def value_of(lm):
 @pytest.mark.parametrize("spec", [ONE, SEEDS], ids=["one seed", "seeds"])
 def test_texts_and_gaps_have_the_plain_numbers(model, spec):
     lm = model(**spec)
-    windows = [lm.text.windows(text) for (text,) in TEXTS]
-    scores = [sum(score.log_prob for score in plain(lm, parts)) for parts in windows]
-    assert rolling(lm) == near(scores)
+
+    for (text,), value in zip(TEXTS, rolling(lm), strict=True):
+        assert value == near(sum(score.log_prob for score in plain(lm, lm.text.windows(text))))
+
     if lm.denoiser.family == "diffusion-gemma":  # a canvas never sees what follows it
         with pytest.raises(DuelError, match="suffix"):
             lm.loglikelihood(ask("loglikelihood", *GAPS))
         return
     answers = lm.loglikelihood(ask("loglikelihood", *GAPS))
     gaps = plain(lm, [lm.text.pair(*gap) for gap in GAPS])
-    assert [value for value, _ in answers] == near([score.log_prob for score in gaps])
-    assert [greedy for _, greedy in answers] == [score.is_greedy for score in gaps]
+    for (value, is_greedy), score in zip(answers, gaps, strict=True):
+        assert value == near(score.log_prob)
+        assert is_greedy == score.is_greedy
     [unseen] = plain(lm, [lm.text.pair("a b", " b a")])
     assert abs(gaps[0].log_prob - unseen.log_prob) > 1e-3, "the suffix is seen"
 
 
 def test_a_trace_has_the_order_whose_replay_gives_the_numbers(model, tmp_path):
     lm = model(**ONE, trace=str(tmp_path / "t.jsonl"))
+
     values = rolling(lm)
+
     lines = trace.read(tmp_path / "t.jsonl")
-    windows = [window for (text,) in TEXTS for window in lm.text.windows(text) if window.target]
-    replayed = lm.estimator.replay(windows, [line["reveal_steps"] for line in lines])
     assert sum(line["log_prob"] for line in lines) == near(sum(values))
-    for line, again in zip(lines, replayed, strict=True):
-        assert line["token_logprobs"] == pytest.approx(again.token_logprobs, abs=1e-4)
+    windows = [window for window in windows_of(lm, TEXTS) if window.target]
+    replayed = lm.estimator.replay(windows, [line["reveal_steps"] for line in lines])
+    for line, score in zip(lines, replayed, strict=True):
+        assert line["token_logprobs"] == pytest.approx(score.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("spec", [ONE, SEEDS], ids=["one seed", "seeds"])
 def test_generated_texts_are_scored_under_the_noise_that_drew_them(model, spec, tmp_path):
     """Also beside `duel_seeds`, whose texts are those of its first seed; the response cache keeps them."""
     lm = model(**spec, trace=str(tmp_path / "t.jsonl"))
-    wrapped = cached(lm, tmp_path)
-    texts = wrapped.generate_until(ask("generate_until", *PROMPTS))
+
+    texts = cached(lm, tmp_path).generate_until(ask("generate_until", *PROMPTS))
+
     duel = model(**ONE).estimator
-    for line, text, (prompt, settings) in zip(trace.read(tmp_path / "t.jsonl"), texts, PROMPTS, strict=True):
+    lines = trace.read(tmp_path / "t.jsonl")
+    for line, text, (prompt, settings) in zip(lines, texts, PROMPTS, strict=True):
         context = lm.text.prompt(prompt, settings["max_gen_toks"]).context
         [score] = duel.log_prob([Window(context, tuple(line["ids"]), (), line["tail"])])
-        assert line["text"] == text and line["log_prob"] == near(score.log_prob)
+        assert line["text"] == text
+        assert line["log_prob"] == near(score.log_prob)
         assert line["reveal_steps"] == list(score.reveal_steps)
         assert score.is_greedy or settings.get("do_sample")
+
     again = cached(model(**spec), tmp_path)
     assert again.generate_until(ask("generate_until", *PROMPTS)) == texts
     assert again.lm.evaluation.stats.counts["answers_from_cache"] == len(PROMPTS)
@@ -131,24 +150,26 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(model, spec, tmp_path)
         pass
 
     def stopped(windows, **options):
-        for count, found in enumerate(stream(windows, **options)):
+        for count, finished in enumerate(stream(windows, **options)):
             if count == 2:
                 raise Stop
-            yield found
+            yield finished
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
         patch.setattr(broken.lm.estimator, "stream", stopped)
         rolling(broken, LONG)
+
     again = cached(model(**spec), tmp_path)
     assert rolling(again, LONG) == near(values)
-    windows = [window for (text,) in LONG for window in whole.text.windows(text)]
-    assert again.lm.estimator.counts.windows == len(windows) - 2
-    ours, theirs = value_of(again.lm), value_of(whole)
-    assert ours.pop("seeds", []) == near(theirs.pop("seeds", []))
-    assert ours.keys() == theirs.keys()
-    for name, part in theirs.items():
-        expected = pytest.approx(part, rel=1e-4) if isinstance(part, float) else part
-        assert ours[name] == expected, name
+    assert again.lm.estimator.counts.windows == len(windows_of(whole, LONG)) - 2
+
+    resumed = value_of(again.lm)
+    uninterrupted = value_of(whole)
+    assert resumed.pop("seeds", []) == near(uninterrupted.pop("seeds", []))
+    assert resumed.keys() == uninterrupted.keys()
+    for name, value in uninterrupted.items():
+        expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+        assert resumed[name] == expected, name
 
 
 @pytest.mark.parametrize("spec", [ONE, SEEDS], ids=["one seed", "seeds"])
@@ -156,13 +177,14 @@ def test_two_ranks_add_up_to_one(model, spec):
     """Totals of seeds are added seed by seed, so errors are those of one process."""
     whole = model(**spec)
     values = rolling(whole)
-    parts, total = [], RunStats(ranks=0)
+
+    total = RunStats(ranks=0)
     for rank in range(2):
         lm = model(**spec)
         requests = ask("loglikelihood_rolling", *TEXTS)[rank::2]
-        parts.append([float(value) for value in lm.loglikelihood_rolling(requests)])
+        assert lm.loglikelihood_rolling(requests) == near(values[rank::2])
         total.merge(lm.evaluation.summary())
-    assert [parts[n % 2][n // 2] for n in range(len(TEXTS))] == near(values)
+
     stderr = whole.evaluation.summary().tasks["toy"].total.stderr
     expected = None if spec is ONE else near(stderr)  # one seed has no error
     assert total.tasks["toy"].total.stderr == expected
@@ -181,19 +203,21 @@ def test_ranks_print_what_one_prints_and_three_go_on_from_two(spec, tmp_path):
     values = {int(line["doc_id"]): text_log_prob(line) for line in whole["samples"]["few"]}
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu", "--log_samples")
     arguments += ("--model_args", model, "--use_cache", str(tmp_path / "c"))
-    for count, limit in ((2, 2), (3, 5)):
+    for count, limit, windows in ((2, 2, 2), (3, 5, 3)):
         out = tmp_path / str(count)
         options = ("--limit", str(limit), "--output_path", str(out))
         status, said = launch(TORCHRUN, count, *arguments, *options)
         assert status == [0], said[-3000:]
         results, samples = read(out, "few")
-        found = {int(line["doc_id"]): text_log_prob(line) for line in samples}
-        assert found == near({doc: values[doc] for doc in range(limit)})
-        assert results["config"]["duel"]["windows"] == (2, 3)[count - 2], "three were not in the cache"
-    ours = results["config"]["duel"]["tasks"]["few"]["values"]
-    theirs = whole["config"]["duel"]["tasks"]["few"]["values"]
-    for name, value in theirs.items():
-        assert ours[name]["log_prob"] == near(value["log_prob"])
-        assert ours[name].keys() == value.keys()
+        assert len(samples) == limit
+        for line in samples:
+            assert text_log_prob(line) == near(values[int(line["doc_id"])])
+        assert results["config"]["duel"]["windows"] == windows, "three were not in the cache"
+
+    of_ranks = results["config"]["duel"]["tasks"]["few"]["values"]
+    of_one = whole["config"]["duel"]["tasks"]["few"]["values"]
+    for name, value in of_one.items():
+        assert of_ranks[name].keys() == value.keys()
+        assert of_ranks[name]["log_prob"] == near(value["log_prob"])
         stderr = value.get("stderr")
-        assert ours[name].get("stderr") == (None if stderr is None else pytest.approx(stderr, rel=1e-4))
+        assert of_ranks[name].get("stderr") == (None if stderr is None else pytest.approx(stderr, rel=1e-4))

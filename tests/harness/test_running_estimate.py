@@ -22,7 +22,10 @@ from lm_eval_duel.harness.store import Answers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
-TEXTS = [" ".join(DRAW.choices(LETTERS, k=DRAW.randrange(3, 30))) for _ in range(12)]
+TEXTS = []
+for _ in range(12):
+    letters = DRAW.choices(LETTERS, k=DRAW.randrange(3, 30))
+    TEXTS.append(" ".join(letters))
 
 
 def requests(texts):
@@ -31,16 +34,21 @@ def requests(texts):
 
 def by_hand(order, finished):
     """Perplexity and interval from the first texts of the order that are finished, by the formula of the docs."""
-    sample = []
+    log_probs = []
+    sizes = []
     for text in order:
         if text not in finished:
             break
-        sample.append((finished[text], len(text.split())))
-    n = len(sample)
+        log_probs.append(finished[text])
+        sizes.append(len(text.split()))
+    n = len(sizes)
     assert n >= 5
-    total = sum(size for _, size in sample)
-    rate = sum(log_prob for log_prob, _ in sample) / total
-    squares = sum((log_prob - rate * size) ** 2 for log_prob, size in sample)
+
+    total = sum(sizes)
+    rate = sum(log_probs) / total
+    squares = 0.0
+    for log_prob, size in zip(log_probs, sizes, strict=True):
+        squares += (log_prob - rate * size) ** 2
     variance = (1 - n / len(order)) * n / (n - 1) * squares / total**2
     reach = math.sqrt(variance) * stdtrit(n - 1, 0.975)
     return math.exp(-rate), math.exp(-rate - reach), math.exp(-rate + reach)
@@ -61,11 +69,14 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
     monkeypatch.setattr(Answers, "save", save_or_stop)
     with pytest.raises(KeyboardInterrupt):
         cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS))
+
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
-    assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
+    assert order != TEXTS
+    assert order != sorted(TEXTS, key=len, reverse=True)
     running = model.evaluation.progress.running
     value, low, high = by_hand(order, finished)
     assert str(running) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
+
     sample = [*itertools.takewhile(finished.__contains__, order)]
     log_probs = [finished[text] for text in sample]
     sizes = [len(text.split()) for text in sample]
@@ -76,11 +87,14 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
 def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(folder, capsys):
     for settings, is_drawn in (({"estimator": "elbo", "mc_samples": 16}, True), ({"rule": "greedy"}, False)):
         model = DuelMDM(pretrained=folder, block=4, device="cpu", **settings)
+
         model.loglikelihood_rolling(requests(TEXTS[:2]))
+
         bar = capsys.readouterr().err.splitlines()[-1]
         value = bar.split("ppl ")[1]
         assert ("±" in value) is is_drawn
-        assert "interval" not in value and "[" not in value
+        assert "interval" not in value
+        assert "[" not in value
         if is_drawn:
             total = model.evaluation.total().tasks["toy"].total
             error = math.exp(-total.log_prob / total.tokens) * total.stderr / total.tokens
@@ -91,22 +105,21 @@ def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
     """300 random orders of 60 documents whose rate falls with their length; 20 of them are finished."""
     draw = random.Random(1)
     sizes = [draw.randrange(5, 200) for _ in range(60)]
-    documents = []
+    log_probs = []
     for size in sizes:
         rate = 3 + 40 / size + draw.gauss(0, 0.3)
-        documents.append((-size * rate, size))
-    final = -sum(log_prob for log_prob, _ in documents) / sum(sizes)
+        log_probs.append(-size * rate)
+    final = -sum(log_probs) / sum(sizes)
 
     orders = 300
     covered = 0
     rates = []
     for _ in range(orders):
-        finished = draw.sample(documents, 20)
-        log_probs = [log_prob for log_prob, _ in finished]
-        tokens = [size for _, size in finished]
-        value, low, high = estimate(log_probs, tokens, len(documents))
+        finished = draw.sample(range(len(sizes)), 20)
+        value, low, high = estimate([log_probs[n] for n in finished], [sizes[n] for n in finished], len(sizes))
         covered += low <= math.exp(final) <= high
         rates.append(math.log(value))
+
     error = statistics.stdev(rates) / math.sqrt(orders)
     assert 0.91 <= covered / orders <= 0.98
     assert abs(statistics.mean(rates) - final) < 4 * error + 0.005
@@ -129,21 +142,30 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     monkeypatch.setattr(base, "BUCKET", 1)
     denoiser = Toy(tokens=6, length=32)  # in float64
     draw = random.Random(2)
-    windows = [Window((1,), draw.choices(range(6), k=draw.randrange(1, 31))) for _ in range(16)]
-    scores = {}
-    for in_order in (False, True):
+    windows = []
+    for _ in range(16):
+        length = draw.randrange(1, 31)
+        windows.append(Window((1,), draw.choices(range(6), k=length)))
+
+    def score(in_order):
         duel = DuelEstimator(denoiser, rule, 8, batch_size=3)
         recording = Recording(denoiser)
         with recording.record():
-            scores[in_order] = dict(duel.stream(windows, in_order=in_order))
-        calls = [arguments for name, arguments, *_ in recording.calls if name == "features_at"]
-        largest = max(arguments[1].numel() for arguments in calls)
+            scores = dict(duel.stream(windows, in_order=in_order))
+
+        largest = 0
+        for name, arguments, *_ in recording.calls:
+            if name == "features_at":
+                largest = max(largest, arguments[1].numel())
         assert 60 <= largest <= duel.budget.tokens == 3 * 32
+        return scores
+
+    longest_first = score(in_order=False)
+    as_given = score(in_order=True)
+
     for n in range(len(windows)):
-        longest_first = scores[False][n]
-        in_order = scores[True][n]
-        assert longest_first.reveal_steps == in_order.reveal_steps
-        assert longest_first.token_logprobs == pytest.approx(in_order.token_logprobs, abs=1e-9)
+        assert longest_first[n].reveal_steps == as_given[n].reveal_steps
+        assert longest_first[n].token_logprobs == pytest.approx(as_given[n].token_logprobs, abs=1e-9)
 
 
 # ---------------------------------------------------------------- from the first minute

@@ -1,6 +1,5 @@
 """Traces: written as documents finish, read back as plain Python, shown in a terminal."""
 
-import itertools
 import json
 import math
 
@@ -23,21 +22,36 @@ HEADER = {"fingerprint": "abc", "spec": {"rule": "greedy:k=1"}, "tokenizer": "de
 TEXTS = ["a b c d e f g h i j k l m n o p q r s t", "the of and", "", "z y x w v u the"]
 
 
-def scored(folder, path, **arguments):
-    lm = DuelMDM(pretrained=folder, device="cpu", max_length=16, trace=str(path), **{"block": 4, **arguments})
-    return lm, lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in TEXTS]))
+def scored(folder, path, block=4, **arguments):
+    """The harness's model with a trace, and its values of the texts."""
+    lm = DuelMDM(pretrained=folder, device="cpu", max_length=16, trace=str(path), block=block, **arguments)
+    requests = ask("loglikelihood_rolling", *[(text,) for text in TEXTS])
+    return lm, lm.loglikelihood_rolling(requests)
+
+
+def entries(path, *names):
+    """The entries of these names of each window of a trace."""
+    return [tuple(record[name] for name in names) for record in trace.read(path)]
 
 
 def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
-    lm, answers = scored(folder, tmp_path / "t.jsonl")
-    records = trace.read(tmp_path / "t.jsonl")
-    assert {(record["task"], record["request"]) for record in records} == {("toy", 0)}
-    assert [(record["doc"], record["window"]) for record in records] == [(0, 0), (0, 1), (1, 0), (3, 0)]
+    path = tmp_path / "t.jsonl"
+
+    lm, answers = scored(folder, path)
+
+    records = trace.read(path)
+    assert entries(path, "task", "request") == [("toy", 0)] * 4
+    assert entries(path, "doc", "window") == [(0, 0), (0, 1), (1, 0), (3, 0)]
     for doc, text in enumerate(TEXTS):
-        windows = [record for record in records if record["doc"] == doc]
-        ids = [record["ids"] for record in windows]
-        assert [*itertools.chain(*ids)] == lm.tok_encode(text)
-        assert math.fsum(record["log_prob"] for record in windows) == pytest.approx(answers[doc], abs=1e-9)
+        ids = []
+        log_probs = []
+        for record in records:
+            if record["doc"] == doc:
+                ids += record["ids"]
+                log_probs.append(record["log_prob"])
+        assert ids == lm.tok_encode(text)
+        assert math.fsum(log_probs) == pytest.approx(answers[doc], abs=1e-9)
+
     for record in records:
         size = len(record["ids"])
         assert record["context"] == 1
@@ -47,20 +61,26 @@ def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
         assert math.fsum(record["token_logprobs"]) == pytest.approx(record["log_prob"], abs=1e-9)
         for name in ("reveal_steps", "token_logprobs", "confidence", "margin", "entropy"):
             assert len(record[name]) == size
-        assert min(record["entropy"]) > 0 and max(record["entropy"]) < math.log(40)
-        assert min(record["margin"]) >= 0 and max(record["margin"]) <= 1
+        assert min(record["entropy"]) > 0
+        assert max(record["entropy"]) < math.log(40)
+        assert min(record["margin"]) >= 0
+        assert max(record["margin"]) <= 1
         for nats, odds in zip(record["token_logprobs"], record["confidence"], strict=True):
             most = -math.log1p(math.exp(-odds))
             assert nats <= most + 1e-4, "the truth is never more probable than the top token"
-    header = trace.spec(tmp_path / "t.jsonl")
-    assert (header["fingerprint"], header["spec"]) == (lm.fingerprint, lm.spec)
+
+    header = trace.spec(path)
+    assert header["fingerprint"] == lm.fingerprint
+    assert header["spec"] == lm.spec
     assert header["pretrained"] == str(folder)
 
 
 def require_totals(lm, answers, records):
     """Assert that the results hold the sums of a trace's windows."""
     totals = lm.get_model_info()["duel"]["tasks"]["toy"]
-    assert (totals["documents"], totals["windows"], totals["tokens"]) == (4, 4, 30)
+    assert totals["documents"] == 4
+    assert totals["windows"] == 4
+    assert totals["tokens"] == 30
     for name, total in totals["values"].items():
         log_prob = math.fsum(record["values"][name] for record in records)
         assert total["log_prob"] == pytest.approx(log_prob, abs=1e-6)
@@ -76,9 +96,8 @@ def test_a_bound_leaves_a_trace_without_an_order(folder, tmp_path):
         assert record["stderr"] > 0
         assert not record["reveal_steps"]
         assert math.fsum(record["token_logprobs"]) == pytest.approx(record["log_prob"], abs=1e-9)
-    stderr = math.sqrt(math.fsum(record["stderr"] ** 2 for record in records))
     [total] = lm.get_model_info()["duel"]["tasks"]["toy"]["values"].values()
-    assert total["stderr"] == pytest.approx(stderr)
+    assert total["stderr"] == pytest.approx(math.hypot(*(record["stderr"] for record in records)))
 
 
 def test_a_lattice_leaves_a_trace_with_the_order_of_each_rule(folder, tmp_path):
@@ -108,25 +127,30 @@ def test_a_lattice_leaves_a_trace_with_the_order_of_each_rule(folder, tmp_path):
 
 def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     path = tmp_path / "t.jsonl"
-    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 1}])
+    window = {"task": "t", "doc": 0, "request": 0, "window": 0}
+    writer(str(path), HEADER).write([{**window, "n": 1}])
     with path.open("a") as file:
         file.write('{"task": "t", "doc": 1, "requ')
-    assert [r["doc"] for r in trace.read(path)] == [0]
-    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
-    assert [r["n"] for r in trace.read(path)] == [2]  # the last of equal windows
+    assert entries(path, "doc") == [(0,)]
+    writer(str(path), HEADER).write([{**window, "n": 2}])
+    assert entries(path, "n") == [(2,)]  # the last of equal windows
     assert len(path.read_text().splitlines()) == 3
+
     with pytest.raises(DuelError, match=r"written under another spec \(fingerprint abc; this run's is xyz\)"):
         writer(str(path), {**HEADER, "fingerprint": "xyz"})
     with pytest.raises(DuelError, match=r"under another spec \(rules None; this run's is \['margin:k=1'\]\)"):
         writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
+
     for cut in ('{"duel_trace": 1, "finger', '{"due', ""):  # killed in its first line
         path.write_text(cut)
         writer(str(path), HEADER)
         assert trace.spec(path)["fingerprint"] == "abc"
-    (tmp_path / "notes.txt").write_text("my notes")
+
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
     with pytest.raises(DuelError, match=r"notes.txt is not a trace: its first line has no spec"):
-        writer(str(tmp_path / "notes.txt"), HEADER)
-    assert (tmp_path / "notes.txt").read_text() == "my notes"
+        writer(str(notes), HEADER)
+    assert notes.read_text() == "my notes"
 
 
 def test_lines_wait_while_the_disk_is_full_and_keep_their_order(tmp_path, caplog):
@@ -144,27 +168,32 @@ def test_lines_wait_while_the_disk_is_full_and_keep_their_order(tmp_path, caplog
     assert "2 lines could not be written to" in caplog.text
     full.file = file
     full.write([{"n": 4}])
-    assert [json.loads(line)["n"] for line in path.read_text().splitlines()[1:]] == [1, 2, 3, 4]
+    _, *lines = path.read_text().splitlines()
+    assert [json.loads(line)["n"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_the_files_of_all_ranks_are_one_trace_in_which_a_document_scored_again_is_the_new_one(tmp_path):
-    def scored(doc, rank, ranks, windows=1, path=tmp_path / "t.jsonl"):
+    path = tmp_path / "t.jsonl"
+
+    def write(path, doc, rank, ranks, windows=1):
         lines = [{"task": "t", "doc": doc, "request": 0, "window": n, "rank": rank} for n in range(windows)]
         writer(str(path), HEADER, rank, ranks).write(lines)
 
     for doc in range(7):
-        scored(doc, doc % 3, 3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
-    assert [r["doc"] for r in trace.read(tmp_path / "t.jsonl")] == list(range(7))
+        write(path, doc, doc % 3, ranks=3)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
+    assert entries(path, "doc") == [(doc,) for doc in range(7)]
+
     again = tmp_path / "run[1].jsonl"
-    scored(0, 0, 2, 3, again)
-    scored(0, 1, 2, 1, again)
-    assert [(r["window"], r["rank"]) for r in trace.read(again)] == [(0, 1)]
-    scored(0, 0, 1, 1, again)  # the newest file, of one process
-    assert [r["rank"] for r in trace.read(again)] == [0]
+    write(again, 0, rank=0, ranks=2, windows=3)
+    write(again, 0, rank=1, ranks=2)
+    assert entries(again, "window", "rank") == [(0, 1)]
+    write(again, 0, rank=0, ranks=1)  # the newest file, of one process
+    assert entries(again, "rank") == [(0,)]
+
     writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
     with pytest.raises(DuelError, match=r"different specs .*t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
-        trace.read(tmp_path / "t.jsonl")
+        trace.read(path)
 
 
 def test_one_process_that_resumes_several_and_scores_nothing_leaves_no_file(tmp_path):
@@ -172,15 +201,17 @@ def test_one_process_that_resumes_several_and_scores_nothing_leaves_no_file(tmp_
     line = {"task": "t", "doc": 0, "request": 0, "window": 0}
     for rank in range(2):
         writer(path, HEADER, rank, 2).write([{**line, "doc": rank}])
+
     resumed = writer(path, HEADER)
     resumed.flush()
     assert not path.exists()
-    assert [window["doc"] for window in trace.read(path)] == [0, 1]
+    assert entries(path, "doc") == [(0,), (1,)]
+
     resumed.write([{**line, "doc": 2}])
     resumed.write([{**line, "doc": 3}])
-    assert [window["doc"] for window in trace.read(path)] == [0, 1, 2, 3]
+    assert entries(path, "doc") == [(0,), (1,), (2,), (3,)]
     writer(path, HEADER).write([{**line, "doc": 4}])  # the file goes on
-    assert [window["doc"] for window in trace.read(path)] == [0, 1, 2, 3, 4]
+    assert entries(path, "doc") == [(0,), (1,), (2,), (3,), (4,)]
 
 
 def test_what_is_no_trace(tmp_path):
@@ -204,8 +235,9 @@ def test_what_is_no_trace(tmp_path):
     ):
         lines.append(json.dumps(window | damage))
     for n, line in enumerate(lines):
-        writer(str(tmp_path / f"bad{n}.jsonl"), HEADER)
-        with (tmp_path / f"bad{n}.jsonl").open("a") as file:
+        path = tmp_path / f"bad{n}.jsonl"
+        writer(str(path), HEADER)
+        with path.open("a") as file:
             file.write(f"{line}\n{{}}\n")
         with pytest.raises(DuelError, match=rf"bad{n}.jsonl, line 2 is not a window of a trace"):
-            trace.read(tmp_path / f"bad{n}.jsonl")
+            trace.read(path)
