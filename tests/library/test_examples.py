@@ -32,11 +32,11 @@ def example(path):
     return module
 
 
-SCRIPTS = [
-    file
-    for file in sorted((ROOT / "examples").rglob("*.py"))
-    if '__name__ == "__main__"' in file.read_text(encoding="utf-8")
-]
+def is_script(file):
+    return '__name__ == "__main__"' in file.read_text(encoding="utf-8")
+
+
+SCRIPTS = sorted(filter(is_script, (ROOT / "examples").rglob("*.py")))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
@@ -62,7 +62,8 @@ def test_grpo_learns():
 @pytest.mark.parametrize(("kind", "block"), [(Toy, 4), (BlockCausal, 2)])
 def test_surrogates(kind, block):
     compare = example("surrogates/compare")
-    duel, window = Duel(kind(length=8), "greedy", block=block), Window((), (0, 2, 1, 1))
+    duel = Duel(kind(length=8), "greedy", block=block)
+    window = Window((), (0, 2, 1, 1))
     generator = torch.Generator().manual_seed(0)
 
     def value(surrogate):
@@ -80,17 +81,22 @@ def test_generation_quality(tmp_path):
     assert quality.entropy((1, 1, 2, 1)) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
     assert quality.repetition((1, 2, 1, 2, 1, 2)) == pytest.approx(1 / 3)  # 1212 twice
     mean = quality.mean([2.0, 6.0, 1.0], [1, 3, 1])
-    assert mean.value == pytest.approx(9 / 5) and mean.interval == pytest.approx((1.0, 2.0))  # a third of it, or none
+    assert mean.value == pytest.approx(9 / 5)
+    assert mean.interval == pytest.approx((1.0, 2.0))  # a third of it, or none
     assert quality.mean([2.0, 6.0], [1, 3]).interval == pytest.approx((2.0, 2.0))  # the same rate in both
 
     (tmp_path / "text.jsonl").write_text('{"text": "We the people of the United States, in order to form a union"}\n')
     words = ["demo-bd", "--rules", "greedy:k=2", "--samples", "2", "--length", "8", "--judge", "demo-ar"]
     drawn, text = quality.compare(quality.parse([*words, "--text", str(tmp_path / "text.jsonl")]))
+
     duel = Duel.from_pretrained("demo-bd", rule="greedy:k=2")
     samples = duel.sample([duel.windows("a")[0].context] * 2, 8, seed=0)
     assert drawn.own.value == pytest.approx(-sum(sample.log_prob for sample in samples) / 16)
-    assert drawn.nfe == 5 / 8 and drawn.perplexity.value > text.perplexity.value > 1
-    assert (text.name, text.own, text.mauve) == ("2 pieces of the text", None, None)
+    assert drawn.nfe == 5 / 8
+    assert drawn.perplexity.value > text.perplexity.value > 1
+    assert text.name == "2 pieces of the text"
+    assert text.own is None
+    assert text.mauve is None
 
 
 # ---------------------------------------------------------------- the paper's tables
@@ -98,25 +104,39 @@ def test_generation_quality(tmp_path):
 
 def test_the_papers_rows_are_those_of_the_published_figures(tmp_path):
     paper = example("paper/run")
-    known = {*TaskManager(include_path=task_folder(), include_defaults=False).all_tasks, "wikitext"}
+    tasks = {*TaskManager(include_path=task_folder(), include_defaults=False).all_tasks, "wikitext"}
     words = ["*", "--out", str(tmp_path)]
+
     jobs = {(job.row, job.task): job for job in paper.jobs(paper.parse(words))}
-    assert {task for _, task in jobs} <= known
-    given = [job.config["model_args"] for job in paper.jobs(paper.parse([*words, "--given"]))]
-    assert len(given) == len(jobs) and {arguments.get("bos") for arguments in given} == {"given", "none", "first", None}
+    rows = set()
+    for row, task in jobs:
+        rows.add(row)
+        assert task in tasks
+
+    given = paper.jobs(paper.parse([*words, "--given"]))
+    conventions = [job.config["model_args"].get("bos") for job in given]
+    assert len(conventions) == len(jobs)
+    assert set(conventions) == {"given", "none", "first", None}
+
+    rows_of_figures = set()
     with PAPER_FILE.open(encoding="utf-8") as file:
-        figures = [(row, figure) for figure in csv.DictReader(file) for row in figure["recipes"].split()]
-    assert {row for row, _ in figures} == {row for row, _ in jobs}
-    for row, figure in figures:
-        config = jobs[row, figure["task"]].config
-        if config["model"] == "hf":
-            continue
-        options = Options.parse(config["model_args"])
-        assert options.estimator in ("oracle", figure["estimator"])
-        if options.estimator == "duel":
-            assert options.rule == parse(figure["rule"])
-        if figure["block"].isdigit() and "zero_shot/bd3lm_block16" not in row:  # what the scripts ran as block 4
-            assert int(figure["block"]) in (options.block, getattr(options.estimator_args, "elbo_block", None))
+        for figure in csv.DictReader(file):
+            for row in figure["recipes"].split():
+                rows_of_figures.add(row)
+                require_same_setting(row, jobs[row, figure["task"]].config, figure)
+    assert rows_of_figures == rows
+
+
+def require_same_setting(row, config, figure):
+    """Assert that a row's run has the estimator, the rule and the block of a published figure."""
+    if config["model"] == "hf":
+        return
+    options = Options.parse(config["model_args"])
+    assert options.estimator in ("oracle", figure["estimator"])
+    if options.estimator == "duel":
+        assert options.rule == parse(figure["rule"])
+    if figure["block"].isdigit() and "zero_shot/bd3lm_block16" not in row:  # what the scripts ran as block 4
+        assert int(figure["block"]) in (options.block, getattr(options.estimator_args, "elbo_block", None))
 
 
 @pytest.mark.parametrize("row", ["owt/bd3lm_blok4", "owt/bd3lm_block4/duel_otw"])
@@ -128,9 +148,10 @@ def test_a_row_of_the_papers_that_does_not_exist(row, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, capsys):
-    paper, started = example("paper/run"), []
+    paper = example("paper/run")
+    started = []
     table = yaml.safe_load(paper.RECIPES.read_text())
-    (group,) = (group for group in table["groups"] if "oracle/bd3lm_block4" in group["rows"])
+    [group] = [group for group in table["groups"] if "oracle/bd3lm_block4" in group["rows"]]
     group["rows"]["oracle/bd3lm_block4"]["pretrained"] = "demo-bd"
     elbo = {"pretrained": "demo-bd", "estimator": "elbo", "mc_samples": 8, "bos": "given", "dtype": "float32"}
     group["rows"]["zero_shot/bd3lm_block4_elbo"] = elbo
@@ -146,10 +167,15 @@ def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, ca
     assert paper.main([*words, "--device", "cpu", "--launch", "python"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert started == [["python", "-m", "lm_eval_duel"]] * 2
-    (oracle, *rules, elbo) = (line.split(" | ") for line in lines if line.startswith(("| oracle", "| zero")))
+    oracle, *rules, elbo = [line.split(" | ") for line in lines if line.startswith(("| oracle", "| zero"))]
     assert [cells[2] for cells in rules] == ["left_to_right", "greedy", "margin", "threshold:mu=0.95"]
-    assert all(float(oracle[4]) < float(cells[4]) for cells in rules)  # the best of all orders
-    assert elbo[4].startswith("≤ ") and " ± " in elbo[4] and elbo[-1].startswith("2 of ")
+    for cells in rules:
+        assert float(oracle[4]) < float(cells[4])  # the best of all orders
+    assert elbo[4].startswith("≤ ")
+    assert " ± " in elbo[4]
+    assert elbo[-1].startswith("2 of ")
+
     paper.main([*words, "--device", "cpu"])
     again = capsys.readouterr().out.splitlines()
-    assert len(started) == 2 and again[2:] == lines[2 - len(again) :]
+    assert len(started) == 2
+    assert again[2:] == lines[2 - len(again) :]

@@ -1,6 +1,7 @@
 """Scores during training: the numbers of `Duel.score`, the Trainer's own logging, and work shared by ranks."""
 
 import importlib.util
+import itertools
 import logging
 import math
 import statistics
@@ -9,6 +10,7 @@ import pytest
 import tiny
 import torch
 from pages import ROOT
+from simulated_ranks import use_rank
 
 from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
 from lm_eval_duel.library import training
@@ -24,23 +26,26 @@ def model():
 
 
 def test_the_numbers_are_those_of_score(model):
+    """Bits per byte over all texts; its error is that of a ratio of sums."""
     metrics = training_metrics(model, tiny.tokenizer(), TEXTS, rules=["greedy", "margin:k=2"], block=3)
+
     assert model.training
-    assert sorted(metrics) == sorted(
-        f"duel/{rule},block=3/bits_per_byte{end}" for rule in ("greedy", "margin:k=2") for end in ("", "_stderr")
-    )
+    assert len(metrics) == 4
+    sizes = [len(text.encode()) for text in TEXTS]
     for rule in ("greedy", "margin:k=2"):
         scores = Duel.from_model(model, tiny.tokenizer(), rule=rule, block=3).score(TEXTS)
-        sizes = [len(text.encode()) for text in TEXTS]
         bits = [-score.log_prob / math.log(2) for score in scores]
-        value = sum(bits) / sum(sizes)
-        assert metrics[f"duel/{rule},block=3/bits_per_byte"] == pytest.approx(value, rel=1e-5)
-        apart = [b - value * size for b, size in zip(bits, sizes, strict=True)]
-        error = statistics.stdev(apart) / math.sqrt(len(TEXTS)) / statistics.mean(sizes)
+        rate = sum(bits) / sum(sizes)
+        assert metrics[f"duel/{rule},block=3/bits_per_byte"] == pytest.approx(rate, rel=1e-5)
+
+        deviations = []
+        for bits_of_text, size in zip(bits, sizes, strict=True):
+            deviations.append(bits_of_text - rate * size)
+        error = statistics.stdev(deviations) / math.sqrt(len(TEXTS)) / statistics.mean(sizes)
         assert metrics[f"duel/{rule},block=3/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-4)
-    assert list(training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, name="eval")) == [
-        "eval/greedy,block=3/bits_per_byte"
-    ]
+
+    of_one_text = training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, name="eval")
+    assert list(of_one_text) == ["eval/greedy,block=3/bits_per_byte"]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +57,12 @@ def test_the_numbers_are_those_of_score(model):
     ],
 )
 def test_estimates_and_other_networks_carry_their_label(model, more, label, same):
-    exact, other = (training_metrics(model, tiny.tokenizer(), TEXTS, block=3, **each) for each in ({}, more))
-    assert set(other) <= {f"duel/{label}/bits_per_byte{end}" for end in ("", "_stderr")}
-    assert (other[f"duel/{label}/bits_per_byte"] == pytest.approx(exact[VALUE], rel=1e-6)) == same
+    exact = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
+    other = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, **more)
+
+    name = f"duel/{label}/bits_per_byte"
+    assert set(other) <= {name, f"{name}_stderr"}
+    assert (other[name] == pytest.approx(exact[VALUE], rel=1e-6)) == same
 
 
 def test_what_defines_another_number_is_in_its_name(model):
@@ -74,29 +82,31 @@ def test_an_error_needs_two_texts_with_bytes(model):
 def test_the_cost_is_known_before(model, caplog):
     caplog.set_level(logging.INFO)
     duel = Duel.from_model(model, tiny.tokenizer(), block=3)
+
+    def metrics(texts, **more):
+        return training_metrics(model, tiny.tokenizer(), texts, block=3, **more)
+
     evaluated = []
     for text in TEXTS[:3]:
         [window] = duel.windows(text)
         rows = duel.counts.rows
         duel.score([text])
         evaluated.append((duel.counts.rows - rows) * window.length)
-    assert [planned_tokens(duel, [text]) for text in TEXTS[:3]] == evaluated
+        assert planned_tokens(duel, [text]) == evaluated[-1]
+
     budget = sum(evaluated[:2]) + 1
-    metrics = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=budget)
-    assert metrics == training_metrics(model, tiny.tokenizer(), TEXTS[:2], block=3)
-    training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=budget)
+    assert metrics(TEXTS, token_budget=budget) == metrics(TEXTS[:2])
+    metrics(TEXTS, token_budget=budget)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING and 2 in record.args]
     assert len(warnings) == 1  # a loop scores the same texts each time
     assert f"2 of 4 texts fit token_budget={budget} ({sum(evaluated[:2])} network tokens)" in caplog.text
-    with pytest.raises(
-        DuelError, match=f"The first text takes {evaluated[0]} network tokens, more than token_budget=5"
-    ):
-        training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=5)
+    refusal = f"The first text takes {evaluated[0]} network tokens, more than token_budget=5"
+    with pytest.raises(DuelError, match=refusal):
+        metrics(TEXTS, token_budget=5)
+
     twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2]]  # equal windows are scored once
-    budget = planned_tokens(duel, twice)
-    assert training_metrics(model, tiny.tokenizer(), twice, block=3, token_budget=budget) == training_metrics(
-        model, tiny.tokenizer(), twice, block=3
-    )
+    assert metrics(twice, token_budget=planned_tokens(duel, twice)) == metrics(twice)
+
     under_cache = Duel.from_model(model, tiny.tokenizer(), block=3, cache="dual")
     assert planned_tokens(under_cache, TEXTS) < planned_tokens(duel, TEXTS)
     assert planned_tokens(duel, TEXTS[:1], sample=0.5) > planned_tokens(under_cache, TEXTS[:1])
@@ -110,13 +120,7 @@ def test_ranks_share_the_texts_and_their_errors(model, monkeypatch):
     shares = {}
 
     def as_rank(rank, texts):
-        def gather(of_ranks, mine):
-            shares[rank] = mine
-            of_ranks[:] = [shares.get(n, mine) for n in range(2)]
-
-        for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", 2)):
-            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        use_rank(monkeypatch, rank, 2, shares)
         return training_metrics(model, tiny.tokenizer(), texts, block=3)
 
     as_rank(0, TEXTS)
@@ -158,17 +162,16 @@ def test_the_trainer_logs_the_numbers(model, tmp_path):
     before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     training_run.add_callback(DuelCallback(training_run, TEXTS, every=2, block=3))
     training_run.train()
-    scored = [(step, logs) for step, logs in reported if VALUE in logs]
-    assert [step for step, _ in scored] == [2, 4], "once where a step is due and evaluated"
+
+    scored = {step: logs for step, logs in reported if VALUE in logs}
+    assert [step for step, logs in reported if VALUE in logs] == [2, 4], "once where a step is due and evaluated"
     assert [step for step, logs in reported if "loss" in logs] == [1, 2, 3, 4], "no loss is left out"
-    assert scored == [
-        (log["step"], {key: value for key, value in log.items() if key != "step"})
-        for log in training_run.state.log_history
-        if VALUE in log
-    ]
+    history = [log for log in training_run.state.log_history if VALUE in log]
+    assert history == [{**logs, "step": step} for step, logs in scored.items()]
+
     after = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
-    assert scored[-1][1][VALUE] == pytest.approx(after[VALUE], rel=1e-5)
-    assert scored[0][1][VALUE] != pytest.approx(before[VALUE])
+    assert scored[4][VALUE] == pytest.approx(after[VALUE], rel=1e-5)
+    assert scored[2][VALUE] != pytest.approx(before[VALUE])
 
 
 def test_what_the_callback_refuses(model, tmp_path):
@@ -205,13 +208,14 @@ def test_the_example_of_the_docs_learns(tmp_path):
     spec = importlib.util.spec_from_file_location("training_example", ROOT / "examples" / "training" / "train.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+
     points = list(example.train(steps=40, every=20))
-    assert [(point.step, point.way) for point in points] == [
-        (step, way) for step in (0, 20, 40) for way in example.WAYS
-    ]
+
+    assert [(point.step, point.way) for point in points] == [*itertools.product((0, 20, 40), example.WAYS)]
     for first, second in zip(points, points[3:], strict=False):
         change, low, high = second.change
-        assert change == pytest.approx(second.value - first.value, abs=1e-6) and low <= change <= high
+        assert change == pytest.approx(second.value - first.value, abs=1e-6)
+        assert low <= change <= high
         assert second.step == 40 or high < -1
     example.draw(points, str(tmp_path / "training.png"))
     assert (tmp_path / "training.png").stat().st_size > 1000
