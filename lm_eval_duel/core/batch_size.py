@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from typing import TypeAlias
 
 import torch
 
@@ -18,11 +19,15 @@ from lm_eval_duel.core.windows import Window
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-CPU_TOKENS = 2048  # network tokens of a call: more were not faster on any CPU we tried, and take more memory
-GPU_TOKENS = 1 << 14, 1 << 18  # the first and the last trial: more are not faster
-VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
+# Network tokens of a call on a CPU. More were not faster on any CPU we tried, and take more memory.
+CPU_TOKENS = 2048
+# The first and the last trial on a GPU, in network tokens. More are not faster.
+GPU_TOKENS = 1 << 14, 1 << 18
+# Whole distributions in memory at once, in values. A rule keeps them, or a head that is not split off makes them.
+VALUES = 1 << 27
 
-_largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
+Sizes: TypeAlias = dict[tuple[int | None, str], int]  # by (block, grid)
+_largest: weakref.WeakKeyDictionary[Denoiser, Sizes] = weakref.WeakKeyDictionary()  # found by trial
 
 
 @dataclasses.dataclass
@@ -43,19 +48,23 @@ class Budget:
     def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
         """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
         denoiser = view.denoiser
-        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
+        costs = torch.cat([view.cost(part) for part in lanes])  # (R,)
+        cost = int(costs.max())
         width = max(part.masked.shape[1] for part in lanes)
         values = view.carries * width
         if not denoiser.splits_head:  # logits at every position of a row
             values += cost * denoiser.vocab_size
-        elif rule.dense_memory:  # those of two steps, and what is computed from them
+        elif rule.dense_memory:  # the distributions of two steps, and what is computed from them
             values += 4 * width * denoiser.vocab_size
         return self.rows(cost, values)
 
     def halve(self, device: torch.device) -> None:
-        """Halve both after an out-of-memory error; logged once."""
+        """Halve both limits after an out-of-memory error. The first time is logged."""
         if not self.halved:
-            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
+            log.warning(
+                "Out of memory at %d tokens per call: halving the batch until it fits",
+                self.tokens,
+            )
             self.halved = True
         self.tokens = max(1, self.tokens // 2)
         self.values = max(1, self.values // 2)
@@ -72,12 +81,17 @@ def free(device: torch.device) -> None:
 
 
 def plan(
-    denoiser: Denoiser, block: int | None, grid: str, batch_size: int | Budget | None, max_batch_size: int | None
+    denoiser: Denoiser,
+    block: int | None,
+    grid: str,
+    batch_size: int | Budget | None,
+    max_batch_size: int | None,
 ) -> Budget:
-    """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
+    """The budget of `batch_size` rows of max_length.
 
-    At most `max_batch_size` rows of max_length, and at least one. A budget stays as it is: estimators that share one
-    halve it together. Raises DuelError for a number below 1.
+    None: 2048 tokens on a CPU, and on a GPU as many as fit, which is found by trial. `max_batch_size` limits it to so
+    many rows of max_length. A `Budget` is returned unchanged, so that estimators that share one halve it together.
+    Raises DuelError for a number below 1.
     """
     if isinstance(batch_size, Budget):
         return batch_size
@@ -118,11 +132,18 @@ def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     count = -(-tokens // length)  # rounded up
     # a network that predicts from the position before (shift, seeds_blocks) needs a context of at least one
     context = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
-    ids = random_rows(denoiser, length, count).tolist()
-    rows = Rows.from_windows([Window(row[:context], row[context:]) for row in ids], denoiser.device)
+    windows = []
+    for row in random_rows(denoiser, length, count).tolist():
+        windows.append(Window(row[:context], row[context:]))
+    rows = Rows.from_windows(windows, denoiser.device)
     view = denoiser.open(rows)
-    spans = blocks(context, length - context, block, grid)
-    lanes = torch.tensor([(n, *span) for n in range(count) for span in spans], device=denoiser.device)
-    fresh = Lanes.fresh(rows, *lanes.unbind(1))
+
+    spans = []  # (row, first column, width) of every block
+    for n in range(count):
+        for start, width in blocks(context, length - context, block, grid):
+            spans.append((n, start, width))
+    fresh = Lanes.fresh(rows, *torch.tensor(spans, device=denoiser.device).unbind(1))
     cost = int(view.cost(fresh).max())
-    view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - computing it takes the memory
+    fitting = max(1, tokens // cost)
+    predictions = view(fresh.select(slice(0, fitting)))
+    predictions.confidence  # noqa: B018 - computing it takes the memory

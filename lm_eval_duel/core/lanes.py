@@ -35,10 +35,15 @@ class Rows:
     origin: torch.Tensor  # (N,) column of the first target position
     target: torch.Tensor  # (N,) target positions
     length: torch.Tensor  # (N,) real positions
-    noise_seed: torch.Tensor  # (N,) of the noise at masked positions, for a network whose noise is random tokens
+    noise_seed: torch.Tensor  # (N,) of the noise at masked positions, if it is random tokens
 
     @classmethod
-    def from_windows(cls, windows: Sequence[Window], device: torch.device, noise_seed: int = 0) -> Rows:
+    def from_windows(
+        cls,
+        windows: Sequence[Window],
+        device: torch.device,
+        noise_seed: int = 0,
+    ) -> Rows:
         """The rows of `windows`, right-padded to the longest."""
         longest = max(window.length for window in windows)
         ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
@@ -54,12 +59,15 @@ class Rows:
                 suffix = slice(window.length - len(window.suffix), window.length)
                 ids[n, suffix] = torch.tensor(window.suffix)
                 visible[n, suffix] = True
-        counts = [(len(window.context), len(window.target), window.length) for window in windows]
-        origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
-        planes = (ids, visible, origin, target, length, torch.full_like(length, noise_seed))
-        if device.type == "cuda":  # pinned, so that the copies do not wait for the device
-            return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
-        return cls(*(plane.to(device) for plane in planes))
+        origin = torch.tensor([len(window.context) for window in windows])  # (N,)
+        target = torch.tensor([len(window.target) for window in windows])  # (N,)
+        length = torch.tensor([window.length for window in windows])  # (N,)
+        seed = torch.full_like(length, noise_seed)  # (N,)
+        planes = (ids, visible, origin, target, length, seed)
+        if device.type != "cuda":
+            return cls(*(plane.to(device) for plane in planes))
+        # pinned, so that the copies do not wait for the device
+        return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
 
     def alone(self, row: int) -> Rows:
         """A copy of one window, without padding."""
@@ -75,17 +83,19 @@ class Rows:
         )
 
     def targets(self, lanes: Lanes) -> torch.Tensor:
-        """The token at each position of `lanes`, (R, W)."""
-        return self.ids[lanes.row[:, None], lanes.columns.clamp(max=self.ids.shape[1] - 1)]
+        """The token at each position of `lanes`, (R, W). Beyond a lane's width it is arbitrary."""
+        last = self.ids.shape[1] - 1  # columns beyond a short block's width may lie outside the row
+        return self.ids[lanes.row[:, None], lanes.columns.clamp(max=last)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """Blocks that are being revealed, each in its own columns. Positions beyond `width` are never masked and never
-    read.
+    """Blocks that are being revealed, each in its own columns.
+
+    W is the width of the widest block. Positions of a lane beyond its `width` are never masked and never read.
     """
 
-    row: torch.Tensor  # (R,) the window's number in the group
+    row: torch.Tensor  # (R,) the index of the window in its group
     start: torch.Tensor  # (R,) the block's first column
     origin: torch.Tensor  # (R,) the column of the first target position
     width: torch.Tensor  # (R,) real positions
@@ -96,15 +106,31 @@ class Lanes:
     carried: tuple[torch.Tensor, ...] = ()  # the network's own output at the step before, likewise
 
     @classmethod
-    def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
+    def fresh(
+        cls,
+        rows: Rows,
+        row: torch.Tensor,
+        start: torch.Tensor,
+        width: torch.Tensor,
+    ) -> Lanes:
         """Lanes at the start of their blocks: target positions masked, context and known positions revealed."""
         origin = rows.origin[row]  # (R,)
-        columns = start[:, None] + torch.arange(int(width.max()), device=row.device)  # (R, W)
-        real = columns < (start + width)[:, None]  # (R, W)
-        at = (row[:, None], columns.clamp(max=rows.ids.shape[1] - 1))
+        position = torch.arange(int(width.max()), device=row.device)  # (W,)
+        columns = start[:, None] + position  # (R, W)
+        real = position < width[:, None]  # (R, W)
+        last = rows.ids.shape[1] - 1
+        at = (row[:, None], columns.clamp(max=last))
         masked = real & (columns >= origin[:, None]) & ~rows.visible[at]  # (R, W)
         tokens = rows.ids[at].masked_fill(masked | ~real, -1)  # (R, W)
-        return cls(row, start, origin, width, tokens, masked, step=torch.zeros_like(row))
+        return cls(
+            row=row,
+            start=start,
+            origin=origin,
+            width=width,
+            tokens=tokens,
+            masked=masked,
+            step=torch.zeros_like(row),
+        )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -118,11 +144,15 @@ class Lanes:
     def in_target(self) -> torch.Tensor:
         """The positions of the blocks that belong to the target and not to the context, (R, W) bool."""
         columns = self.columns  # (R, W)
-        return (columns >= self.origin[:, None]) & (columns < (self.start + self.width)[:, None])
+        end = self.start + self.width  # (R,)
+        return (columns >= self.origin[:, None]) & (columns < end[:, None])
 
     @cached_property
     def masked_at(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lane, position) of each masked position, (C,) each, in the order of masked.nonzero(): a host sync."""
+        """(lane, position) of each masked position, (C,) each, in the order of `masked.nonzero()`.
+
+        Asking for it waits for the device.
+        """
         lane, position = self.masked.nonzero().unbind(1)
         return lane, position
 
@@ -176,22 +206,36 @@ class Lanes:
 
 
 def _joined(
-    one: Lanes, planes: tuple[torch.Tensor, ...], other: Lanes, others: tuple[torch.Tensor, ...], wide: int
+    one: Lanes,
+    planes: tuple[torch.Tensor, ...],
+    other: Lanes,
+    others: tuple[torch.Tensor, ...],
+    wide: int,
 ) -> tuple[torch.Tensor, ...]:
-    """`planes` of some lanes, then those of `others`, padded to W = `wide`. Lanes without planes get zeros."""
+    """`planes` of the lanes `one`, then `others` of the lanes `other`, padded to W = `wide`.
+
+    Lanes without planes get zeros.
+    """
     planes = planes or _zeros_like(others, one)
     others = others or _zeros_like(planes, other)
-    pairs = zip(planes, others, strict=True)
-    return tuple(torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)]) for first, second in pairs)
+    joined = []
+    for first, second in zip(planes, others, strict=True):
+        plane = torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)])
+        joined.append(plane)
+    return tuple(joined)
 
 
 def _zeros_like(planes: tuple[torch.Tensor, ...], lanes: Lanes) -> tuple[torch.Tensor, ...]:
-    """Zeros like `planes` (., ., ...) for these lanes, (R, W, ...) each."""
-    return tuple(plane.new_zeros(*lanes.masked.shape, *plane.shape[2:]) for plane in planes)
+    """Zeros for these lanes (R, W, ...) in place of `planes`, which are of other lanes."""
+    zeros = []
+    for plane in planes:
+        shape = (*lanes.masked.shape, *plane.shape[2:])
+        zeros.append(plane.new_zeros(shape))
+    return tuple(zeros)
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
-    """`plane` (R, W, ...) padded to W = `wide`; one of shape (R,) as it is."""
+    """`plane` (R, W, ...) padded to W = `wide`; one of shape (R,) has no W and stays."""
     if plane.dim() == 1 or plane.shape[1] == wide:
         return plane
     padded = plane.new_full((len(plane), wide, *plane.shape[2:]), fill)
@@ -212,7 +256,11 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
         return [(origin, target)]
     end = origin + target
     first = origin if grid == "target" else origin - origin % block
-    return [(start, min(block, end - start)) for start in range(first, end, block)]
+    spans = []
+    for start in range(first, end, block):
+        width = min(block, end - start)  # the last block may be short
+        spans.append((start, width))
+    return spans
 
 
 # ---------------------------------------------------------------- the order in which windows are opened, and lanes wait
@@ -221,29 +269,38 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
 GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the batch
 
 
-def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] | None = None) -> list[list[int]]:
-    """Groups of windows to open together, longest first. `same_length`: the windows of a group have one length.
+def groups(
+    windows: Sequence[Window],
+    same_length: bool,
+    buckets: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Groups of windows to open together, as indices, longest windows first. Windows without a target are left out.
 
-    `buckets`: a number for each window. Smaller numbers come first, and windows are sorted by length within a bucket.
+    `same_length`: all windows of a group have one length. `buckets`: a number for each window. Smaller numbers come
+    first, and windows are sorted by length within a bucket.
     """
 
     def sort_key(n: int) -> tuple[int, int]:
-        return (buckets[n] if buckets else 0, -windows[n].length)
+        bucket = buckets[n] if buckets else 0
+        return (bucket, -windows[n].length)
 
     with_targets = [n for n, window in enumerate(windows) if window.target]
     result: list[list[int]] = []
+    group: list[int] = []
     for n in sorted(with_targets, key=sort_key):
-        begins_group = not result or len(result[-1]) >= GROUP
-        if begins_group or (same_length and windows[result[-1][0]].length != windows[n].length):
-            result.append([])
-        result[-1].append(n)
+        is_full = len(group) >= GROUP
+        differs = bool(group) and windows[group[0]].length != windows[n].length
+        if not result or is_full or (same_length and differs):
+            group = []
+            result.append(group)
+        group.append(n)
     return result
 
 
 class Queue:
-    """Waiting lanes in order, made when they are needed. The consumer of the loop's results may put more in front.
+    """Waiting lanes in order, made when they are needed. The loop may put more in front.
 
-    Started and fresh lanes wait separately, so that fresh lanes take no rule memory.
+    Lanes that have begun and fresh ones are never joined here, so that fresh lanes take no memory for the rule.
     """
 
     def __init__(self, lanes: Iterable[Lanes]):

@@ -70,7 +70,9 @@ class WindowGroup:
 
     def fresh(self, spans: Sequence[BlockSpan]) -> Lanes:
         """Lanes at the start of these blocks."""
-        return Lanes.fresh(self.rows, *torch.tensor(spans, device=self.rows.ids.device).unbind(1))
+        planes = torch.tensor(spans, device=self.rows.ids.device)  # (R, 3)
+        row, start, width = planes.unbind(1)  # (R,) each
+        return Lanes.fresh(self.rows, row, start, width)
 
 
 class Reveal:
@@ -113,35 +115,46 @@ class Reveal:
         self.active: Lanes | None = None  # of the next network call
 
     def __iter__(self) -> IndexedScores:
-        rows = self.view.evaluated
-        forwards = self.view.forwards
-        lanes_per_row = 0.0
+        rows_before = self.view.evaluated
+        forwards_before = self.view.forwards
+        lanes_per_row = 0.0  # not known yet
         try:
             while (active := self._fill()) is not None:
-                lanes_per_row = lanes_per_row or self._lanes_per_row(active)
+                if not lanes_per_row:
+                    lanes_per_row = self._lanes_per_row(active)
                 due = self.checks.number_due(self.counts, len(active), lanes_per_row)
                 after = self._step_that_fits(active, due)
                 self.counts.lane_steps += len(after)
-                if due:  # weights that are not fixed may change before the next step
-                    self.checks.compare(self.counts, latest=due if self.view.denoiser.fixed_weights else 0)
+                if due:
+                    # the lanes just drawn wait for the next comparison, unless the weights may change before it
+                    latest = due if self.view.denoiser.fixed_weights else 0
+                    self.checks.compare(self.counts, latest)
 
                 self.active = after
                 finished = ~after.masked.any(1)  # (R,)
                 if finished.any():
                     self.active = after.select(~finished)
                     done = after.select(finished)
-                    following = self.following(done) if self.following is not None else None
-                    if following is not None:
-                        self.waiting.put_first(following)
+                    self._enter_following(done)
                     yield from self.scores.take(done)
                 check()
         finally:
-            self.counts.forwards += self.view.forwards - forwards
-            self.counts.rows += self.view.evaluated - rows
+            self.counts.forwards += self.view.forwards - forwards_before
+            self.counts.rows += self.view.evaluated - rows_before
 
     def _lanes_per_row(self, lanes: Lanes) -> float:
-        """The number of lanes that cost as much as a whole row."""
-        return max(1.0, float(self.group.rows.length[lanes.row].sum() / self.view.cost(lanes).sum()))
+        """The number of lanes that cost as much as a whole row, at least 1."""
+        length = self.group.rows.length[lanes.row].sum()
+        cost = self.view.cost(lanes).sum()
+        return max(1.0, float(length / cost))
+
+    def _enter_following(self, finished: Lanes) -> None:
+        """Let the lanes that `finished` ones make possible wait before all others."""
+        if self.following is None:
+            return
+        following = self.following(finished)
+        if following is not None:
+            self.waiting.put_first(following)
 
     def _step_that_fits(self, lanes: Lanes, due: int) -> Lanes:
         """The lanes after one step, or half of them, and so on, if memory runs out; the others wait."""
@@ -156,9 +169,12 @@ class Reveal:
     def _step(self, lanes: Lanes, due: int) -> Lanes:
         """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
         with naming_window(lanes, self.group.window_indices), without_autocast(self.view.denoiser):
-            targets = self.group.rows.targets(lanes) if self.draw is None else None  # (R, W)
+            targets = None
+            if self.draw is None:
+                targets = self.group.rows.targets(lanes)  # (R, W)
             evaluated = self.view(lanes, targets)
-            predictions = cast("Predictions", evaluated)  # a rule on terms of a bound reads none: `EvaluateAll`
+            # A view may return terms of a bound instead. They go with `EvaluateAll`, which reads nothing of them.
+            predictions = cast("Predictions", evaluated)
             decision = self.rule(predictions, lanes)
             require_pick(self.rule, decision)
             if self.draw is not None:
@@ -170,7 +186,13 @@ class Reveal:
             drawn = []
             if due:
                 drawn = row_checks.draw(
-                    due, self.group.opened, self.view, lanes, evaluated, tokens, self.group.window_indices
+                    due,
+                    self.group.opened,
+                    self.view,
+                    lanes,
+                    evaluated,
+                    tokens,
+                    self.group.window_indices,
                 )
             self.scores.add(Step(lanes, evaluated, decision, tokens))
             self.checks.add(drawn)
@@ -178,7 +200,9 @@ class Reveal:
 
     def _fill(self) -> Lanes | None:
         """The active lanes, with as many of those that wait as the budget allows; None if there are none."""
-        active = self.active if self.active is not None and len(self.active) else None
+        active = self.active
+        if active is not None and not len(active):
+            active = None
         while self.waiting:
             room = self._room(active, self.waiting.first())
             if room <= 0:
@@ -222,7 +246,8 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         lane = error.lane
         window = window_indices[int(lanes.row[lane])]
         position = max(0, int(lanes.start[lane] - lanes.origin[lane]))  # a block may begin inside the context
-        place = f"(Window {window}, block at target position {position}, step {int(lanes.step[lane])}.)"
+        step = int(lanes.step[lane])
+        place = f"(Window {window}, block at target position {position}, step {step}.)"
         raise type(error)(f"{error} {place}", window) from None
 
 
@@ -297,7 +322,13 @@ class Accumulator(Protocol):
 class ScoreAccumulator:
     """The scores of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None, note: str = ""):
+    def __init__(
+        self,
+        rows: Rows,
+        traced: bool = False,
+        expected: torch.Tensor | None = None,
+        note: str = "",
+    ):
         count, length = rows.ids.shape
         device = rows.ids.device
         self.note = note  # on each score
@@ -307,19 +338,25 @@ class ScoreAccumulator:
 
         # one column more than the rows, which takes what is written at positions that are not picked
         self.length = length
-        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
-        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
+        shape = (count, length + 1)
+        self.log_probs = torch.full(shape, math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.reveal_steps = torch.full(shape, -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.statistics: dict[str, torch.Tensor] = {}  # (N, L + 1) each
         if traced:
-            self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS}
+            for name in STATISTICS:
+                self.statistics[name] = torch.full_like(self.log_probs, math.nan)
 
+        # known positions of the target are never revealed: their log-probability is 0
         column = torch.arange(length, device=device)  # (L,)
-        in_target = (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])  # (N, L)
+        end = rows.origin + rows.target  # (N,)
+        in_target = (column >= rows.origin[:, None]) & (column < end[:, None])  # (N, L)
         known = rows.visible & in_target  # (N, L)
         for plane in (self.log_probs, *self.statistics.values()):
             plane[:, :length].masked_fill_(known, 0.0)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
-        self.expected = rows.target - known.sum(1) if expected is None else expected  # (N,) positions to reveal
+        if expected is None:
+            expected = rows.target - known.sum(1)
+        self.expected = expected  # (N,) positions to reveal
 
     def add(self, step: Step) -> None:
         """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
@@ -345,7 +382,8 @@ class ScoreAccumulator:
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of each window that has no lane left."""
         rows = finished.row.unique()  # (n,)
-        return self.scores(rows[self.sums[rows, 0] == self.expected[rows]])
+        is_complete = self.sums[rows, 0] == self.expected[rows]  # (n,)
+        return self.scores(rows[is_complete])
 
     def scores(self, rows: torch.Tensor) -> IndexedScores:
         """(row, score) of each of `rows` (n,)."""
@@ -356,8 +394,11 @@ class ScoreAccumulator:
         sums = self.sums[rows].cpu()  # (n, 5)
         planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}  # (n, L + 1) each
         for n, row in enumerate(rows.tolist()):
-            span = slice(self.origin[row], self.origin[row] + self.target[row])
-            traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
+            origin = self.origin[row]
+            span = slice(origin, origin + self.target[row])
+            traced: dict[str, Any] = {}
+            for name, plane in planes.items():
+                traced[name] = tuple(plane[n, span].tolist())
             _, nfe, missed, near_ties, all_mask = sums[n].tolist()
             score = Score(
                 log_prob=float(log_probs[n, span].sum()),

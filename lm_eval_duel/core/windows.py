@@ -29,10 +29,12 @@ def as_ids(ids: Ids) -> tuple[int, ...]:
     if shape is not None and len(shape) != 1:
         raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
     try:
-        values = ids.tolist() if shape is not None else list(ids)  # type: ignore[union-attr]  # a tensor or an array
-        if float in map(type, values):  # such as 5.0, which `operator.index` refuses
+        # with a shape it is a tensor or an array
+        values = list(ids) if shape is None else ids.tolist()  # type: ignore[union-attr]
+        if float in map(type, values):
             values = [_whole(token) for token in values]
-        return tuple(map(operator.index, values))  # raises TypeError for a text, and for a number that is not whole
+        # `index` raises TypeError for a text and for a float, even for 5.0
+        return tuple(map(operator.index, values))
     except (TypeError, ValueError):
         raise DuelError(f"Token ids are whole numbers in a list, a tuple or a tensor; got {ids!r:.80}.") from None
 
@@ -68,7 +70,14 @@ class Window:
     tail: int = 0
     known: tuple[int, ...] = ()
 
-    def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0, known: Ids = ()):
+    def __init__(
+        self,
+        context: Ids,
+        target: Ids,
+        suffix: Ids = (),
+        tail: int = 0,
+        known: Ids = (),
+    ):
         if tail < 0:
             raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail}.")
         target_ids = as_ids(target)
@@ -107,29 +116,44 @@ class Window:
         if self.known:  # left out if empty: bundled results were made with such keys
             parts = (*parts, self.known)
         text = repr(parts)
-        # the first 8 bytes, without the sign bit of torch's int64
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        digest = hashlib.sha256(text.encode()).digest()
+        # one bit less than 8 bytes, so that it is positive in torch's int64
+        return int.from_bytes(digest[:8], "big") >> 1
 
 
 def target_parts(window: Window, spans: Iterable[tuple[int, int]]) -> list[slice]:
-    """The target positions of blocks at these (first column, width)."""
-    first = len(window.context)
-    return [slice(max(0, start - first), start - first + width) for start, width in spans]
+    """The target positions of each block, given as (first column, width)."""
+    context = len(window.context)
+    parts = []
+    for start, width in spans:
+        begin = start - context
+        end = begin + width
+        parts.append(slice(max(0, begin), end))  # a first block may begin inside the context
+    return parts
 
 
-def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
+def target_capacity(
+    max_length: int,
+    context: Sequence[int] = (),
+    suffix: Sequence[int] = (),
+) -> int:
     """The number of target positions that fit into a row with these special tokens."""
-    capacity = max_length - len(context) - len(suffix)
+    special = len(context) + len(suffix)
+    capacity = max_length - special
     if capacity < 1:
-        special = len(context) + len(suffix)
         raise DuelError(
             f"max_length={max_length} leaves no position for text after {special} special tokens; raise it."
         )
     return capacity
 
 
-def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos: str = "given") -> Window:
-    """The window of the row prefix | ids | suffix, with the positions scored that `bos` names (a dot is context).
+def framed(
+    prefix: Sequence[int],
+    ids: Sequence[int],
+    suffix: Sequence[int],
+    bos: str = "given",
+) -> Window:
+    """The window of the row prefix | ids | suffix. `bos` says which positions are scored (a dot is context).
 
         row          [B] a b c [S]
         given         .  a b c  .       special tokens are context (as with "none", which has none)
@@ -137,7 +161,7 @@ def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos
         official     [B] a b c  .       the authors' code: every position but the last, which is context
         first             .  b c        no special tokens, and the first id is context: the authors' code for Llama3
 
-    With no suffix, official makes the last id of the text context, so it is in no target.
+    Without a suffix, "official" makes the last id of the text context, so that id is never scored.
     """
     row = (*prefix, *ids, *suffix)
     if bos == "first":
@@ -145,12 +169,12 @@ def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos
     if bos == "official":
         return Window((), row[:-1], row[-1:])
     if bos == "scored":
-        return Window((), row[: len(row) - len(suffix)], tuple(suffix))
+        return Window((), (*prefix, *ids), tuple(suffix))
     return Window(tuple(prefix), tuple(ids), tuple(suffix))
 
 
-def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
-    """The window of a row that is cut already and has `before` and `after` special tokens (a dot: context).
+def from_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
+    """The window of a row as a data set holds it, with `before` and `after` special tokens (a dot is context).
 
     row          [B] a b c [E]          without special tokens  a b c d
     given         .  a b c [E]                                  . b c d     the first id is context
@@ -164,28 +188,43 @@ def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
         return Window(row[:1], row[1:])
     if bos == "official":
         return Window((), row[:-1], row[-1:])
-    inside = row[before : len(row) - after]
+    if bos == "scored":
+        return Window((), row)
+    text = row[before : len(row) - after]
     if bos == "first":
-        return Window(inside[:1], inside[1:])
-    return Window((), row if bos == "scored" else inside)
+        return Window(text[:1], text[1:])
+    return Window((), text)
 
 
 def independent(
-    ids: Sequence[int], max_length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = (), bos: str = "given"
+    ids: Sequence[int],
+    max_length: int,
+    prefix: Sequence[int] = (),
+    suffix: Sequence[int] = (),
+    bos: str = "given",
 ) -> list[Window]:
     """A document as consecutive windows, each scored from scratch (the paper's way).
 
         ids          a b c d e f g h          max_length 5, prefix [C], suffix [S]
         rows         C a b c S | C d e f S | C g h S
 
-    Every id is in exactly one target (`bos="official"` and `"first"` leave out one in each row). The last window may be
-    short. An empty document has no window.
+    Every id is in exactly one target, except that `bos="official"` and `"first"` leave out one in each row. The last
+    window may be shorter than the others. An empty document has no window.
     """
     capacity = target_capacity(max_length, prefix, suffix)
-    return [framed(prefix, ids[start : start + capacity], suffix, bos) for start in range(0, len(ids), capacity)]
+    windows = []
+    for start in range(0, len(ids), capacity):
+        window = framed(prefix, ids[start : start + capacity], suffix, bos)
+        windows.append(window)
+    return windows
 
 
-def rolling(ids: Sequence[int], first: int, capacity: int, suffix: Sequence[int] = ()) -> list[Window]:
+def rolling(
+    ids: Sequence[int],
+    first: int,
+    capacity: int,
+    suffix: Sequence[int] = (),
+) -> list[Window]:
     """A document as lm-eval cuts it: windows of `capacity` targets, each after the id before it.
 
         ids          a b c d e f g h          first P, capacity 3
@@ -198,8 +237,12 @@ def rolling(ids: Sequence[int], first: int, capacity: int, suffix: Sequence[int]
     windows = []
     for start in range(0, len(ids), capacity):
         end = min(start + capacity, len(ids))
-        context = ids[end - capacity - 1 : start] if start else [first]
-        windows.append(Window(tuple(context), tuple(ids[start:end]), tuple(suffix)))
+        target = ids[start:end]
+        context: Sequence[int] = [first]
+        if start:
+            # a full window has capacity + 1 positions, so a short last target has more context
+            context = ids[end - capacity - 1 : start]
+        windows.append(Window(tuple(context), tuple(target), tuple(suffix)))
     return windows
 
 
@@ -211,11 +254,11 @@ def infilled(
     framing: Sequence[int] = (),
     suffix: Sequence[int] = (),
 ) -> tuple[Window, int]:
-    """special tokens | context | target | after | suffix, cut to fit; and how many ids were cut.
+    """The window framing | context | target | after | suffix, cut to fit, and how many ids were cut.
 
-    What does not fit is taken from the far ends, the beginning of `context` and the end of `after`, such that the two
-    keep equally many ids, or one of them all. Raises DuelError if the target alone is too long: a scored token is never
-    dropped.
+    Ids are cut at the far ends, the beginning of `context` and the end of `after`. The two keep equally many ids,
+    unless one of them needs less than half of the room. Raises DuelError if the target alone is too long: a scored
+    token is never dropped.
     """
     capacity = target_capacity(max_length, framing, suffix)
     if len(target) > capacity:
@@ -226,5 +269,7 @@ def infilled(
     room = capacity - len(target)
     left = min(len(context), max(room // 2, room - len(after)))
     right = min(len(after), room - left)
-    window = Window((*framing, *context[len(context) - left :]), tuple(target), (*after[:right], *suffix))
+    visible_before = (*framing, *context[len(context) - left :])
+    visible_after = (*after[:right], *suffix)
+    window = Window(visible_before, tuple(target), visible_after)
     return window, len(context) - left + len(after) - right

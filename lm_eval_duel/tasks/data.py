@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.core.windows import of_row
+from lm_eval_duel.core.windows import from_row
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
@@ -173,7 +173,7 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
 
     def records() -> Iterator[dict[str, Any]]:
         for ids in wrapping.rows(ids for _, ids in encoded(texts, tokenizer)):
-            window = of_row(ids, *wrapping.special_tokens, bos)
+            window = from_row(ids, *wrapping.special_tokens, bos)
             text = " ".join(map(str, ids))  # lm-eval keeps all rows, and Python's integers take six times the memory
             yield {"ids": text, TOKENS: len(window.target), **shared}
 

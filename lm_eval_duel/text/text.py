@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.windows import Ids, Window, as_ids, independent, infilled, of_row, rolling, target_capacity
+from lm_eval_duel.core.windows import Ids, Window, as_ids, from_row, independent, infilled, rolling, target_capacity
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.vocabulary import convention, end_of_text
 from lm_eval_duel.errors import DuelError, UsageError
@@ -315,7 +315,7 @@ class TextEncoder:
                 "a wrapped task are not cut again. Make them shorter: --metadata length=..."
             )
         ids = self.scorable(list(text.token_ids))
-        window = of_row(ids, *text.special_tokens, self.bos)
+        window = from_row(ids, *text.special_tokens, self.bos)
         return self._without_unseen(window)
 
     def document(self, ids: list[int]) -> list[Window]:

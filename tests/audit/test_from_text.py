@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lm_eval_duel.audit.from_text import FromText
-from lm_eval_duel.core.windows import independent, of_row
+from lm_eval_duel.core.windows import from_row, independent
 from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import TokenText
 
@@ -26,7 +26,7 @@ def test_a_dropped_target_is_a_problem(bos, kind):
         text, windows = "a b", independent(IDS, 6, *special, bos)
     else:
         text, special = TokenText("a b", [*B, *IDS, *E], (1, 1)), ((), ())
-        windows = [of_row(text.token_ids, 1, 1, bos)]
+        windows = [from_row(text.token_ids, 1, 1, bos)]
     assert not problems(bos, text, windows, *special)
     cut = [*windows[:-1], dataclasses.replace(windows[-1], target=windows[-1].target[:-1])]
     assert problems(bos, text, cut, *special)

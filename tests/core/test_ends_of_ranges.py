@@ -49,8 +49,8 @@ def test_how_texts_are_cut():
         for n in (0, 1, 2, 3, 4, 5, 6, 9):
             lines.append(f"independent {bos} {prefix} {suffix}, {n} ids: {cut(bos, n, prefix, suffix)}")
     for bos, row in itertools.product(BOS, [(8, 9), (8, 1, 9), (8, 1, 2, 9)]):
-        lines.append(f"of_row {bos} {row}: {shown(windows.of_row(row, 1, 1, bos))}")
-        lines.append(f"of_row {bos} {row}, no special tokens: {shown(windows.of_row(row, 0, 0, bos))}")
+        lines.append(f"of_row {bos} {row}: {shown(windows.from_row(row, 1, 1, bos))}")
+        lines.append(f"of_row {bos} {row}, no special tokens: {shown(windows.from_row(row, 0, 0, bos))}")
     for n, capacity in itertools.product((0, 1, 2, 3, 4, 5), (1, 2, 3)):
         cut_up = windows.rolling(range(1, n + 1), 8, capacity, (9,))
         lines.append(f"rolling {n} ids by {capacity}: {'; '.join(map(shown, cut_up))}")
