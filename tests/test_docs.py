@@ -17,7 +17,7 @@ from benchmarks.__main__ import main as measure
 from lm_eval_duel.cli import listing
 from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.demo import FOLDER as BUNDLED
-from lm_eval_duel.denoisers import checkpoint
+from lm_eval_duel.denoisers import checkpoint, recognition
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.rules import RULES
@@ -227,7 +227,7 @@ def test_a_config_with_the_class_of_a_line_is_of_its_family():
             if names[0] in families.NAMED:
                 assert checkpoint.find_family(named, LoadOptions("a", "cpu"), None).name in names, kind
             else:
-                assert checkpoint.is_dit(named, "a") or checkpoint.is_diffusion_gemma(named), kind
+                assert recognition.is_dit(named, "a") or recognition.is_diffusion_gemma(named), kind
 
 
 def test_concepts_name_the_rules_that_are_not_state_only():

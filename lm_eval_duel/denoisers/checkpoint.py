@@ -1,12 +1,11 @@
 """A checkpoint before any weight is read: what its config.json says that it is.
 
     Checkpoint          options, config.json, family and tokenizer: made once, and passed down to what reads the network
-    model_names, ...    which network a config.json names, and what its noise is
     find_family         the family of decoders that a config.json belongs to
     unread_entries      entries of a config.json that nothing here reads
 
-A network is recognised by class names, a model type, and entries that name its noise, never by its sizes. None of a
-checkpoint's code is run; the code of a family that may edit its tokens is read as text.
+Which network a config.json names: recognition.py. None of a checkpoint's code is run; the code of a family that may
+edit its tokens is read as text.
 """
 
 from __future__ import annotations
@@ -15,18 +14,25 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lm_eval_duel.arguments import CHECKPOINT, PROBABILITY
+from lm_eval_duel.arguments import CHECKPOINT
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, refused, vocabulary
 from lm_eval_duel.denoisers.hf.families import BY_CLASS, HARMLESS, NAMED, PLAIN, Family
 from lm_eval_duel.denoisers.hf.layouts import DIFFUGPT_TRUNK, INSERTING, Config
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions
+from lm_eval_duel.denoisers.recognition import (
+    class_names,
+    has_random_tokens,
+    is_diffusion_gemma,
+    is_dit,
+    require_supported,
+)
 from lm_eval_duel.errors import DuelError, UsageError, documentation, random_tokens, require_known
 
 if TYPE_CHECKING:
@@ -37,35 +43,6 @@ log = logging.getLogger("lm_eval.duel_mdm")
 DIT_TOKENIZER = "gpt2"  # of the published checkpoints of our own DiT, which have none
 MOVED = ("eurobert",)  # model types that were published with their own code, which is now in transformers
 EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a network that edits revealed tokens
-
-# Names of networks in lower case
-GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")
-UNIFORM = ("duo", "udlm")  # under uniform noise
-GIDD = "dit"  # its model type
-DIT_NAMES = {"mdlm", "bd3lm", "sedd"}  # our own DiT, besides UNIFORM and GIDD
-DIT_LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of such a config
-DIT_SECTIONS = ("graph", "model", "tokens")  # of the config of SEDD's authors, which names no class
-
-# Kinds of noise
-ABSORBING = ("absorbing_state", "absorbing", "absorb", "masked", "mask")
-RANDOM = ("uniform", "uniform_state")
-HYBRID = ("hybrid", "gidd")
-LINEAR = ("loglinear", "log-linear", "log_linear")
-
-
-def _entries(kinds: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The entries that name the noise or what the output means, and their values for these kinds of noise."""
-    named = dict.fromkeys(("diffusion", "graph", "forward_process"), kinds)
-    return {**named, "noise": LINEAR, "noise_type": (*LINEAR, *kinds), "parameterization": outputs}
-
-
-MASKING = _entries(ABSORBING, ("subs", "sedd", "ar"))
-REPLACING = _entries(RANDOM, ("mean", "d3pm"))  # Duo and UDLM
-MIXED = {  # GIDD's masks and random tokens
-    **_entries(HYBRID, (*HYBRID, "linear")),
-    "noise": (*HYBRID, "linear"),
-    "noise_type": HYBRID,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +64,12 @@ class Checkpoint:
         """
         require_known("network argument", network, [*NETWORK_ARGUMENTS, "tokenizer"])
         name = resolve(CHECKPOINT("name", name) or BUNDLED)
-        options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
-        checkpoint = cls(options, hub.read_config(options.name, options.revision))
-        require_supported(checkpoint.config, options.name, options.family, options.attention == "causal")
+        options = LoadOptions(name, hub.pick_device(device), **network)
+        options = hub.pin_revision(options)
+        config = hub.read_config(options.name, options.revision)
+        is_causal = options.attention == "causal"
+        require_supported(config, options.name, options.family, is_causal)
+        checkpoint = cls(options, config)
         return dataclasses.replace(checkpoint, family=checkpoint._find_family())
 
     @property
@@ -99,7 +79,7 @@ class Checkpoint:
 
     @property
     def published_name(self) -> str:
-        """The name by which it may be known: that on the hub, or of its own folder."""
+        """The last part of its name on the hub, or of its folder's: some checkpoints say what they are only there."""
         return os.path.basename((self.hub_name or self.name).rstrip("/"))
 
     @property
@@ -108,12 +88,12 @@ class Checkpoint:
         return is_dit(self.config, self.name)
 
     @property
-    def is_alone(self) -> bool:
-        """True for networks that only one reader takes: our own DiT and DiffusionGemma."""
+    def has_own_reader(self) -> bool:
+        """True for our own DiT and DiffusionGemma: they are of no family of decoders, and run none of their code."""
         return self.is_dit or is_diffusion_gemma(self.config)
 
     @property
-    def layout(self) -> Family:
+    def family_entry(self) -> Family:
         """The family, which every reader of transformers' networks has set."""
         assert self.family is not None
         return self.family
@@ -121,14 +101,17 @@ class Checkpoint:
     @property
     def runs_own_code(self) -> bool:
         """True if its network is made by code in the checkpoint: the user wants it, or nothing else can."""
-        if self.is_alone:
+        if self.has_own_reader:
             return False
         if self.options.backend == "remote":
             return True
-        if not self.config.get("auto_map") or self.family is not None or self.options.attention == "causal":
+        if self.family is not None or self.options.attention == "causal":
             return False
-        moved = self.config.get("model_type") in MOVED and self.config["model_type"] in CONFIG_MAPPING
-        return self.options.trust_remote_code or not moved
+        if not self.config.get("auto_map"):
+            return False
+        model_type = self.config.get("model_type")
+        has_moved = model_type in MOVED and model_type in CONFIG_MAPPING
+        return self.options.trust_remote_code or not has_moved
 
     @property
     def decoder_family(self) -> str | None:
@@ -139,42 +122,56 @@ class Checkpoint:
 
     def _find_family(self) -> Family | None:
         """The family by the options or the config.json; the checkpoint's code, if it has any, is read as text."""
-        if self.is_alone:
+        if self.has_own_reader:
             return None
-        has_code = bool(self.config.get("auto_map"))
-        code = hub.local_folder(self.name, self.options.revision, code_only=True) if has_code else None
-        return find_family(self.config, self.options, code)
+        code_folder = None
+        if self.config.get("auto_map"):
+            code_folder = hub.local_folder(self.name, self.options.revision, code_only=True)
+        return find_family(self.config, self.options, code_folder)
 
     def local(self) -> Checkpoint:
         """The checkpoint in a local folder, for readers that do not know the hub; a hub name is downloaded."""
         folder = hub.local_folder(self.name, self.options.revision)
         if folder == self.name:
             return self
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, name=folder), hub_name=self.name)
+        options = dataclasses.replace(self.options, name=folder)
+        return dataclasses.replace(self, options=options, hub_name=self.name)
 
     def native_config(self) -> PretrainedConfig:
         """Its config.json in the config class of transformers; raises DuelError if there is none."""
-        if self.config.get("model_type") not in CONFIG_MAPPING:
+        model_type = self.config.get("model_type")
+        if model_type not in CONFIG_MAPPING:
             raise self.unknown()
+        config_class = CONFIG_MAPPING[model_type]
         with hub.explained(self.name):
-            return CONFIG_MAPPING[self.config["model_type"]].from_dict(self.config)
+            return config_class.from_dict(self.config)
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Checkpoint:
         """The checkpoint with this tokenizer, else with that of the options, else with its own; a DiT may have none."""
         options = self.options
-        tokenizer = options.tokenizer if tokenizer is None else tokenizer
+        trusted = options.trust_remote_code
+        if tokenizer is None:
+            tokenizer = options.tokenizer
         if isinstance(tokenizer, str):
-            tokenizer = vocabulary.load_tokenizer(resolve(tokenizer), options.trust_remote_code, "main")
-        elif tokenizer is None and (not self.is_dit or vocabulary.has_tokenizer(self.name, options.revision)):
-            tokenizer = vocabulary.load_tokenizer(self.name, options.trust_remote_code, options.revision)
+            tokenizer = vocabulary.load_tokenizer(resolve(tokenizer), trusted, "main")
+        elif tokenizer is None and self._has_own_tokenizer():
+            tokenizer = vocabulary.load_tokenizer(self.name, trusted, options.revision)
         return dataclasses.replace(self, tokenizer=tokenizer)
 
+    def _has_own_tokenizer(self) -> bool:
+        """False for a DiT without a tokenizer. Of other networks it is read in any case: its absence is an error."""
+        if not self.is_dit:
+            return True
+        return vocabulary.has_tokenizer(self.name, self.options.revision)
+
     def with_family_by_tensors(self) -> Checkpoint:
-        """The checkpoint with the family that the names of its tensors tell: by its config a DiffuGPT is a GPT-2.
+        """The checkpoint with the family that the names of its tensors show: by its config a DiffuGPT is a GPT-2.
 
         A GPT-2 of the hub that is to be scored as one is not downloaded for that.
         """
-        if self.family is not None or self.is_alone or self.config.get("model_type") != "gpt2":
+        if self.family is not None or self.has_own_reader:
+            return self
+        if self.config.get("model_type") != "gpt2":
             return self
         if self.options.attention == "causal" and not os.path.isdir(self.name):
             return self
@@ -191,8 +188,10 @@ class Checkpoint:
     def require_estimator(self, estimator: str, takes_noise: str) -> None:
         """Raise UsageError if an estimator is not for the noise of this network."""
         noised = has_random_tokens(self.config)
-        gemma = is_diffusion_gemma(self.config)  # whose encoder is autoregressive
-        if noised and takes_noise == "no" and not (gemma and self.options.attention == "causal"):
+        gemma = is_diffusion_gemma(self.config)
+        # DiffusionGemma's encoder is an autoregressive network, which sees no noise.
+        is_encoder = gemma and self.options.attention == "causal"
+        if noised and takes_noise == "no" and not is_encoder:
             raise random_tokens(self.name, estimator, gemma)
         if takes_noise == "only" and not noised:
             raise UsageError(
@@ -206,18 +205,23 @@ class Checkpoint:
             raise DuelError(
                 f"MDLM, BD3-LM, SEDD and the AR baseline run in float32, not {self.options.dtype}; leave dtype out."
             )
-        if self.is_alone or self.family is not None:
+        if self.has_own_reader or self.family is not None:
             return
-        if self.runs_own_code or (self.options.attention == "causal" and self.options.trust_remote_code):
-            if self.options.trust_remote_code or self.options.backend == "remote":
-                return
-            raise self.unknown()
-        if self.config.get("model_type") not in CONFIG_MAPPING:
+        options = self.options
+        needs_own_code = self.runs_own_code
+        if options.attention == "causal" and options.trust_remote_code:
+            needs_own_code = True
+        if needs_own_code:
+            is_known = options.trust_remote_code or options.backend == "remote"
+        else:
+            is_known = self.config.get("model_type") in CONFIG_MAPPING
+        if not is_known:
             raise self.unknown()
 
     def unknown(self, reason: str = "which is not known here") -> DuelError:
         """The error for a network that is not known: what config.json says that it is, and the ways to score it."""
-        classes = ", ".join(dict.fromkeys(class_names({"architectures": self.config.get("architectures")})))
+        architectures = self.config.get("architectures")
+        classes = ", ".join(dict.fromkeys(class_names({"architectures": architectures})))
         kind = self.config.get("model_type")
         what = f"a {classes}" if classes else "a network of no named class"
         what += f" (model_type {kind!r})" if kind else ", and it has no model_type"
@@ -231,118 +235,6 @@ class Checkpoint:
             f"By its config.json {self.name} is {what}, {reason}. {' '.join(ways)} Families: "
             f"{documentation('checkpoints.md')}."
         )
-
-
-# ---------------------------------------------------------------- the network that a config names
-
-
-def class_names(config: Config) -> list[str]:
-    """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
-    names = list(config.get("architectures") or [])
-    for entry in (config.get("auto_map") or {}).values():
-        values = entry if isinstance(entry, list) else [entry]
-        for value in values:
-            if value:
-                names.append(str(value).rsplit(".", 1)[-1])
-    return names
-
-
-def model_names(config: Config) -> list[str]:
-    """The names of the network itself: its model type and its classes, without the config's and the tokenizer's."""
-    auto_map = config.get("auto_map") or {}
-    models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel")}
-    names = class_names({"architectures": config.get("architectures"), "auto_map": models})
-    if config.get("model_type"):
-        names.append(str(config["model_type"]))
-    return names
-
-
-def has_random_tokens(config: Config) -> bool:
-    """True if the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
-    names = [name.lower() for name in model_names(config)]
-    return not {*UNIFORM, *GEMMA}.isdisjoint(names) or (GIDD in names and bool(_p_uniform(config)))
-
-
-def _p_uniform(config: Config) -> float:
-    """The share of random tokens in the noise, 0 if the config does not say."""
-    return float(PROBABILITY("p_uniform", config.get("p_uniform"), " in config.json") or 0.0)
-
-
-def _kinds(name: str, key: str, entry: Any) -> list[str]:
-    """The kinds of noise that an entry names: a string, or a section with a type or a name. A number names none."""
-    if not isinstance(entry, Mapping):
-        return [entry] if isinstance(entry, str) else []
-    kinds = [str(entry[field]) for field in ("type", "name") if entry.get(field) is not None]
-    if not kinds:
-        raise DuelError(f"The config.json of {name} has a {key} without a type or a name, so its noise is not known.")
-    return kinds
-
-
-def is_diffusion_gemma(config: Config) -> bool:
-    """True if a network is DiffusionGemma, whose encoder is an autoregressive network as well."""
-    return any(name.lower() in GEMMA for name in model_names(config))
-
-
-def is_dit(config: dict[str, Any], path: str) -> bool:
-    """True if a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
-    names = model_names(config)
-    lower = {name.lower() for name in names}
-    if lower and (lower <= DIT_NAMES or (len(lower) == 1 and lower <= {GIDD, *UNIFORM})):
-        return True
-    if not names and all(key in config for key in DIT_SECTIONS):
-        return True
-    if lower & {*DIT_NAMES, *UNIFORM} or all(key in config for key in DIT_LAYOUT):
-        says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
-        raise DuelError(
-            f"The config.json of {path} {says}. Networks with our own DiT are recognised by their names alone "
-            f"({', '.join((*sorted(DIT_NAMES), GIDD, *UNIFORM))}): if it is one, say so in model_type."
-        )
-    return False
-
-
-def require_supported(config: Config, name: str, family: str | None = None, causal: bool = False) -> None:
-    """Raise DuelError if the config.json of `name` describes a network that is not supported.
-
-    `family`: given by the user, if any; then class names and the model type refuse nothing. `causal`: the network is
-    scored as an autoregressive one.
-    """
-    if family is None:
-        _require_covered(name, model_names(config), causal)
-    names = [given.lower() for given in model_names(config)]
-    if GIDD not in names and (share := _p_uniform(config)):
-        raise DuelError(
-            f"The config.json of {name} has p_uniform={share:g}, an entry of GIDD, but no name of GIDD. If the network "
-            f"is a GIDD, set model_type to {GIDD}."
-        )
-    if is_diffusion_gemma(config):
-        return
-    random = has_random_tokens(config)
-    entries = MASKING
-    if random:
-        entries = MIXED if GIDD in names else REPLACING
-    for key, values in entries.items():
-        for kind in _kinds(name, key, config.get(key)):
-            if kind.lower() not in values:
-                supported = "this family" if random else "masked diffusion"
-                raise DuelError(
-                    f"The config.json of {name} has {key}={kind}, and {supported} has {key}={values[0]}. A network "
-                    "that was trained with other noise, or whose output means something else, would get a wrong number."
-                )
-
-
-def _require_covered(name: str, names: Collection[str], causal: bool) -> None:
-    """Raise DuelError if a checkpoint `name`, whose config.json has these class names and model type, is refused.
-
-    `causal`: it is scored as an autoregressive network, so what its name says does not count.
-    """
-    lower = {each.lower() for each in names}
-    folder = os.path.basename(name.rstrip("/"))
-    for entry in refused.ENTRIES:
-        for kind in entry.classes:
-            if kind.lower() in lower:
-                raise entry.error(name, kind)
-        if entry.named and not causal and re.search(entry.named, folder, re.IGNORECASE):
-            raise entry.error(name, entry.checkpoint)
 
 
 # ---------------------------------------------------------------- families of decoders
@@ -359,13 +251,19 @@ def find_family(config: Config, options: LoadOptions, folder: str | None) -> Fam
         return _adapted(NAMED[options.family], config)
     for name in class_names(config):
         if name in BY_CLASS:
-            return _family_of_class(BY_CLASS[name], config, options, folder)
+            family = BY_CLASS[name]
+            return _family_of_class(family, config, options, folder)
         if name in PLAIN and options.attention != "causal":
             return _family_of_plain_decoder(name, options)
     return None
 
 
-def _family_of_class(family: Family, config: Config, options: LoadOptions, folder: str | None) -> Family:
+def _family_of_class(
+    family: Family,
+    config: Config,
+    options: LoadOptions,
+    folder: str | None,
+) -> Family:
     """The family whose class a config names, or another one that has the same class by the checkpoint's name."""
     adapted = _adapted(family, config)
     if family.name == "llada2":
@@ -397,18 +295,26 @@ def autoregressive(name: str, classes: str) -> UsageError:
 
 def _by_name(path: str, word: str, family: str) -> Family | None:
     """The family that the name of a checkpoint or an adapter says, if it holds `word`; else None."""
-    if family not in NAMED or word not in os.path.basename(path.rstrip("/")).lower():
+    name = os.path.basename(path.rstrip("/")).lower()
+    if family not in NAMED or word not in name:
         return None
     log.warning("By its name %s is taken as %s; its config does not say. Set family= to decide", path, family)
     return NAMED[family]
 
 
-def _require_no_edits(family: Family, config: Config, path: str, folder: str | None) -> None:
+def _require_no_edits(
+    family: Family,
+    config: Config,
+    path: str,
+    folder: str | None,
+) -> None:
     """Raise DuelError if the code in a folder, or the config, says that revealed tokens are edited."""
-    code = Path(folder).glob("*.py") if folder else ()
-    edits = any(EDITS.search(file.read_text("utf-8", "replace")) for file in code)
-    inserts = any(config.get(key) is not None for key in INSERTING)
-    if not (edits or inserts):
+    edits = any(config.get(key) is not None for key in INSERTING)
+    if folder is not None:
+        for file in Path(folder).glob("*.py"):
+            code = file.read_text("utf-8", "replace")
+            edits = edits or EDITS.search(code) is not None
+    if not edits:
         return
     remedy = "To score it without these edits, pass family=llada2."
     if changed := family.unreleased(config):
@@ -420,9 +326,10 @@ def _require_no_edits(family: Family, config: Config, path: str, folder: str | N
 
 def family_by_tensors(config: Config, names: Iterable[str]) -> Family | None:
     """The family whose files have tensors of these names, although their config is another network's, or None."""
-    if config.get("model_type") == "gpt2" and any(name.startswith(DIFFUGPT_TRUNK) for name in names):
-        return _adapted(NAMED["diffugpt"], config)
-    return None
+    if config.get("model_type") != "gpt2":
+        return None
+    has_trunk = any(name.startswith(DIFFUGPT_TRUNK) for name in names)
+    return _adapted(NAMED["diffugpt"], config) if has_trunk else None
 
 
 def _adapted(family: Family, config: Config) -> Family:
@@ -435,10 +342,21 @@ def _adapted(family: Family, config: Config) -> Family:
 
 def unread_entries(config: Config, read: Collection[str]) -> tuple[str, ...]:
     """The entries of a config.json that are neither null, nor among `read`, nor known to change no number."""
-    return tuple(key for key in sorted(config) if config[key] is not None and key not in read and key not in HARMLESS)
+    unread = []
+    for key in sorted(config):
+        is_covered = key in read or key in HARMLESS
+        if config[key] is not None and not is_covered:
+            unread.append(key)
+    return tuple(unread)
 
 
-def name_unread(config: Config, unread: Collection[str], name: str, family: str, refuse: bool = False) -> None:
+def name_unread(
+    config: Config,
+    unread: Collection[str],
+    name: str,
+    family: str,
+    refuse: bool = False,
+) -> None:
     """Name entries that are not read in one warning; with `refuse`, raise DuelError."""
     if not unread:
         return
@@ -460,8 +378,8 @@ def name_unread(config: Config, unread: Collection[str], name: str, family: str,
 def _short(config: Config, key: str) -> str:
     """The value of an entry, or of a.b inside a section a, in at most 40 characters."""
     value: Any = config
-    parts = [key] if key in config else key.split(".")
-    for part in parts:
+    path = [key] if key in config else key.split(".")
+    for part in path:
         value = value[part]
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -47,7 +47,8 @@ class Warp:
         if self.top_k is not None:
             ordered[:, self.top_k :] = -math.inf
         if self.top_p < 1:
-            before = ordered.double().softmax(1).cumsum(1).roll(1, 1)  # (U, V) probability of the tokens before each
+            up_to = ordered.double().softmax(1).cumsum(1)  # (U, V)
+            before = up_to.roll(1, 1)  # the probability of the tokens before each
             before[:, 0] = 0
             ordered = ordered.masked_fill(before >= self.top_p, -math.inf)
         return torch.empty_like(logits).scatter_(1, ids, ordered)
@@ -82,7 +83,10 @@ class Exclude:
 
 
 def warped(
-    denoiser: Denoiser, temperature: float | None = None, top_k: int | None = None, top_p: float | None = None
+    denoiser: Denoiser,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> Denoiser:
     """The same network with its distributions warped; None leaves one of these out."""
     if temperature is None:
@@ -119,7 +123,7 @@ def excluding(denoiser: Denoiser, ids: Sequence[int]) -> Denoiser:
 
 
 def tie_warning(denoiser: Denoiser, rule: Rule) -> str | None:
-    """The reason that all positions tie under `rule`, as a sentence, if only one token is left in each; else None.
+    """The reason that all positions tie under `rule`, as a sentence, if only one token is left at each; else None.
 
     The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
     """
@@ -130,7 +134,7 @@ def tie_warning(denoiser: Denoiser, rule: Rule) -> str | None:
         if filter.top_k == 1 or filter.top_p * left <= 1:
             warper = "top_k=1" if filter.top_k == 1 else f"top_p={filter.top_p!r}"
             return (
-                f"{warper} leaves one token in every position, so all positions tie and rule={rule} reveals from left "
+                f"{warper} leaves one token at every position, so all positions tie and rule={rule} reveals from left "
                 "to right (a rule with a bound on a probability or an entropy: the rest of a block at once). For the "
                 "most probable tokens in the rule's own order, use do_sample: false"
             )

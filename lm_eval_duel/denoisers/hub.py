@@ -51,7 +51,8 @@ Shape = tuple[int, ...]
 
 def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
     """config.json as a dict, without running code of the checkpoint. `needed`: raise DuelError if a folder has none."""
-    if needed and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+    has_config = os.path.isfile(os.path.join(path, "config.json"))
+    if needed and os.path.isdir(path) and not has_config:
         raise DuelError(f"{path} has no config.json: it is not a checkpoint, or its download is incomplete.")
     with explained(path):
         try:
@@ -145,8 +146,10 @@ def _file(path: str) -> dict[str, torch.Tensor]:
     if path.endswith(".safetensors"):
         with _reading(path):
             return load_file(path)
-    tensors = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path))
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+    only_tensors = "{key: c[key] for key in c if torch.is_tensor(c[key])}"
+    tensors = _unpickled(path, only_tensors, os.path.basename(path))
+    is_state_dict = isinstance(tensors, dict)
+    if not is_state_dict or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
     return tensors
 
@@ -161,7 +164,8 @@ def _names(path: str) -> set[str]:
 
 def _lightning(path: str) -> dict[str, torch.Tensor]:
     """The network of a Lightning checkpoint: its averaged weights (EMA), which its authors score, if it has them."""
-    content = _unpickled(path, "{key: c[key] for key in ('state_dict', 'ema') if key in c}", "weights.ckpt")
+    only_weights = "{key: c[key] for key in ('state_dict', 'ema') if key in c}"
+    content = _unpickled(path, only_weights, "weights.ckpt")
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise DuelError(f"{path} is not a Lightning checkpoint: it has no state_dict.")
     tensors = {}
@@ -173,18 +177,28 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     if average is None:
         log.warning("%s has no averaged weights (EMA): scoring the last weights", path)
         return tensors
-    # the EMA is a list, in the order of the network's parameters
-    trained = [key for key in tensors if not key.removeprefix("backbone.").startswith(COMPUTED)]
-    shadow = (average.get("shadow_params") if isinstance(average, dict) else None) or []
-    if [tensors[key].shape for key in trained] != [getattr(value, "shape", None) for value in shadow]:
-        counts = f"{len(shadow)} tensors for {len(trained)} parameters"
+
+    # The EMA is a list without names, in the order of the network's parameters.
+    parameters = []
+    for key in tensors:
+        if not key.removeprefix("backbone.").startswith(COMPUTED):
+            parameters.append(key)
+    averages = []
+    if isinstance(average, dict):
+        averages = average.get("shadow_params") or []
+    expected = [tensors[key].shape for key in parameters]
+    actual = [getattr(value, "shape", None) for value in averages]
+    if actual != expected:
+        counts = f"{len(averages)} tensors for {len(parameters)} parameters"
         raise DuelError(f"The averaged weights (EMA) of {path} do not match its network: {counts}, or other shapes.")
-    return tensors | dict(zip(trained, shadow, strict=True))
+    return tensors | dict(zip(parameters, averages, strict=True))
 
 
 def _unpickled(path: str, kept: str, name: str) -> Any:
-    """The content of a file that torch wrote. If it holds code, the error has a command that saves `kept` of its
-    content `c` under `name`.
+    """The content of a file that torch wrote.
+
+    If reading it would run code, the error has a command that saves `kept`, an expression of its content `c`, as
+    `name`.
     """
     with _reading(path):
         try:
@@ -201,8 +215,11 @@ def _unpickled(path: str, kept: str, name: str) -> Any:
 
 
 def _starts(path: str, *starts: bytes) -> bool:
+    """True if a file begins with one of these bytes."""
+    longest = max(map(len, starts))
     with open(path, "rb") as file:
-        return file.read(max(map(len, starts))).startswith(starts)
+        beginning = file.read(longest)
+    return beginning.startswith(starts)
 
 
 @contextlib.contextmanager
@@ -229,32 +246,36 @@ def short_reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and not lines[0].endswith(":"):  # else a list follows, which is the reason
         lines = lines[:1]
-    return f"{type(error).__name__}: {' '.join(lines)[:LONGEST_REASON]}".rstrip(" :,.")
+    reason = " ".join(lines)[:LONGEST_REASON]
+    return f"{type(error).__name__}: {reason}".rstrip(" :,.")
 
 
 @contextlib.contextmanager
 def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
-    """Turn any error of a library or of a checkpoint's own code into a DuelError that names the checkpoint and a
-    remedy.
-    """
+    """Turn any error of a library or of a checkpoint's own code into a DuelError with the checkpoint and a remedy."""
     try:
         yield
     except (DuelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
-            subject = f"The adapter {path}" if what.endswith("adapter") else path
-            raise DuelError(f"{subject} {_why_not_found(path, error)} {remedy}".rstrip()) from error
-        raise DuelError(f"Cannot {what} '{path}': {_with_hint(error, remedy)}") from error
+        is_missing = isinstance(error, OSError | HFValidationError) and not os.path.isdir(path)
+        if not is_missing:
+            raise DuelError(f"Cannot {what} '{path}': {_with_hint(error, remedy)}") from error
+        subject = f"The adapter {path}" if what.endswith("adapter") else path
+        reason = _why_not_found(path, error)
+        raise DuelError(f"{subject} {reason} {remedy}".rstrip()) from error
 
 
 def _why_not_found(path: str, error: Exception) -> str:
     """The sentences after a path or hub name of which nothing can be read."""
-    near = nearest(path, demo.NAMES)
-    suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
     if os.path.isfile(path):
         return "is a file, not a folder."
-    if "Repo id must" in str(error) or os.path.isabs(path) or path.startswith((".", "~")):  # no hub name
+
+    near = nearest(path, demo.NAMES)
+    suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
+    is_path = os.path.isabs(path) or path.startswith((".", "~"))
+    is_no_hub_name = "Repo id must" in str(error)  # huggingface_hub's words
+    if is_path or is_no_hub_name:
         return f"is not a local folder: there is none of this name.{suggestion}"
     offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
     return (
@@ -264,6 +285,7 @@ def _why_not_found(path: str, error: Exception) -> str:
 
 
 def _with_hint(error: Exception, remedy: str) -> str:
+    """The reason of an error in one line, and what to do: by its text if that tells, else `remedy`."""
     text = str(error)
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
@@ -281,18 +303,22 @@ def pick_device(name: str | None) -> torch.device:
     Only CPU and CUDA are supported: results are kept in float64, which other devices lack.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    default = "cuda" if count else "cuda:0"
     if name in (None, "auto"):
-        name = default
+        name = "cuda" if count else "cuda:0"
     elif str(name).isdigit():  # the number of a GPU
         name = f"cuda:{name}"
     name = str(name)
     if name == "cuda:0" and count == 0:
         log.info("No CUDA device found: running on the CPU")
         return torch.device("cpu")
-    gpus = ["cuda", *(f"cuda:{index}" for index in range(count))] if count else []
-    if name not in ("cpu", "cpu:0", *gpus):  # accelerate: cpu:0
-        raise DuelError(f"No device '{name}'; this machine has {count} CUDA devices: use {', '.join(['cpu', *gpus])}.")
+
+    devices = ["cpu"]
+    if count:
+        devices.append("cuda")
+        devices += [f"cuda:{index}" for index in range(count)]
+    is_cpu = name == "cpu:0"  # as accelerate calls it
+    if name not in devices and not is_cpu:
+        raise DuelError(f"No device '{name}'; this machine has {count} CUDA devices: use {', '.join(devices)}.")
     return torch.device(name)
 
 
@@ -318,19 +344,36 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def require_equal(
-    what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
+    what: str,
+    expected: Mapping[str, Shape],
+    actual: Mapping[str, Shape],
+    name: Callable[[str], str] = str,
 ) -> None:
-    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
+    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects.
+
+    `name(key)`: the name of a tensor in the file.
+    """
     misshapen = []
     for key, shape in sorted(expected.items()):
         if key in actual and actual[key] != shape:
             misshapen.append(f"{name(key)} is {actual[key]}, not {shape}")
-    require_none(what, map(name, expected.keys() - actual), map(name, actual.keys() - expected), misshapen)
+    missing = map(name, expected.keys() - actual)
+    unknown = map(name, actual.keys() - expected)
+    require_none(what, missing, unknown, misshapen)
 
 
-def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
+def require_none(
+    what: str,
+    missing: Iterable[str],
+    unknown: Iterable[str] = (),
+    misshapen: Iterable[str] = (),
+) -> None:
     """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
-    faults = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
+    faults = {
+        "missing": sorted(set(missing)),
+        "unknown": sorted(set(unknown)),
+        "of another shape": sorted(misshapen),
+    }
     parts = []
     for kind, tensors in faults.items():
         if tensors:

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import loading, self_tests, user_module, vocabulary
-from lm_eval_duel.denoisers.checkpoint import Checkpoint, find_family, has_random_tokens, require_supported
+from lm_eval_duel.denoisers.checkpoint import Checkpoint, find_family
 from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.families import PLAIN
 from lm_eval_duel.denoisers.hf.own_code import OWN_CODE
@@ -36,6 +36,7 @@ from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.hf.pretrained import UNBOUNDED, Pretrained, is_native, trained_positions
 from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.recognition import has_random_tokens, require_supported
 from lm_eval_duel.denoisers.self_tests import buffers_kept, module_of
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
 from lm_eval_duel.errors import DuelError, documentation, require_known
@@ -43,8 +44,20 @@ from lm_eval_duel.errors import DuelError, documentation, require_known
 log = logging.getLogger("lm_eval.duel_mdm")
 
 ARGUMENTS = (  # the `load_options.NetworkArguments` that concern a network which is loaded already
-    *("attention", "block", "bos", "cache", "cfg_scale", "exclude_ids", "family", "last_block", "mask_token_id"),
-    *("max_length", "shift_logits", "temperature", "top_k", "top_p"),
+    "attention",
+    "block",
+    "bos",
+    "cache",
+    "cfg_scale",
+    "exclude_ids",
+    "family",
+    "last_block",
+    "mask_token_id",
+    "max_length",
+    "shift_logits",
+    "temperature",
+    "top_k",
+    "top_p",
 )
 IN_MEMORY = "in memory"  # what the spec says of weights that may change
 DIGEST = "digest"
@@ -65,20 +78,23 @@ def from_model(
     require_known("argument", network, ARGUMENTS, "of from_model")
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
-    module = user_module.unwrapped(module) if module is not None else module_of(bare)
+    module = module_of(bare) if module is None else user_module.unwrapped(module)
     if module is not None:
         user_module.require_whole(module)
     name = getattr(bare, "__name__", type(bare).__name__)
-    options = LoadOptions(name, user_module.device_of(bare, module, device), tokenizer, **network)
-    ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
+    device = user_module.device_of(bare, module, device)
+    options = LoadOptions(name, device, tokenizer, **network)
+    ids: Any = _AnyId(module) if tokenizer is None else tokenizer
     if weights == DIGEST and module is None:
         raise DuelError(f"weights={DIGEST!r} hashes a module, and {name} is a function: pass the module as module=.")
-    tests = buffers_kept(bare if module is None else module)
+
+    restored = buffers_kept(bare if module is None else module)
     evaluating = user_module.evaluating(module, options.device, autocast)
-    with explained(name, "run network"), torch.no_grad(), tests, evaluating:
+    with explained(name, "run network"), torch.no_grad(), restored, evaluating:
         plain = _plain(bare, options, ids, self_tests, module is not None)
     vocabulary.warn_of_another_mask(name, plain.mask_id, tokenizer)
     _warn_of_half_precision(module, name)
+
     denoiser = InMemory(plain, module, name, weights or IN_MEMORY, autocast)
     denoiser.special_tokens = vocabulary.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
@@ -86,7 +102,9 @@ def from_model(
 
 def require_dtype(autocast: torch.dtype | None) -> None:
     """Raise DuelError if `autocast` is not a floating point dtype."""
-    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+    if autocast is None:
+        return
+    if not isinstance(autocast, torch.dtype) or not autocast.is_floating_point:
         raise DuelError(f"'autocast' is a dtype, such as torch.bfloat16, or None; got {autocast!r}.")
 
 
@@ -114,7 +132,12 @@ class InMemory(Denoiser):
     """`plain`, a denoiser of a network in memory: each call leaves the network and torch as they were."""
 
     def __init__(
-        self, plain: Denoiser, module: torch.nn.Module | None, name: str, weights: str, autocast: torch.dtype | None
+        self,
+        plain: Denoiser,
+        module: torch.nn.Module | None,
+        name: str,
+        weights: str,
+        autocast: torch.dtype | None,
     ):
         self.resemble(plain)
         for attribute in ("model", "steers_attention"):  # a cache reads them
@@ -134,8 +157,10 @@ class InMemory(Denoiser):
 
     @property
     def _dtype(self) -> torch.dtype:
-        parameter = next(self.module.parameters(), None) if self.module is not None else None
-        return parameter.dtype if parameter is not None else torch.get_default_dtype()
+        if self.module is not None:
+            for parameter in self.module.parameters():
+                return parameter.dtype
+        return torch.get_default_dtype()
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -143,10 +168,15 @@ class InMemory(Denoiser):
 
     def _evaluated(self, name: str, *call: Any, **extra: Any) -> Any:
         """A call of `plain`, on copies of integer tensors that do not come from inference mode."""
+        method = getattr(self.plain, name)
+        copies = []
         with self.evaluating():
-            # autograd cannot save a tensor made in inference mode, and a network in training may need to
-            copies = [part.clone() if getattr(part, "dtype", None) == torch.long else part for part in call]
-            return getattr(self.plain, name)(*copies, **extra)
+            for argument in call:
+                # Autograd cannot save a tensor made in inference mode, and a network in training may need to.
+                if getattr(argument, "dtype", None) == torch.long:
+                    argument = argument.clone()
+                copies.append(argument)
+            return method(*copies, **extra)
 
     features = partialmethod(_evaluated, "features")
     features_at = partialmethod(_evaluated, "features_at")
@@ -167,7 +197,8 @@ class InMemory(Denoiser):
             dtype += f", autocast to {self.autocast}".replace("torch.", "")
 
         described: dict[str, object] = {}
-        if not isinstance(self.plain, Function | MaskedLM | Decoder):  # a user's denoiser has entries of its own
+        is_ours = isinstance(self.plain, Function | MaskedLM | Decoder)
+        if not is_ours:  # a user's denoiser has entries of its own
             described |= self.plain.describe()
         described |= {
             "denoiser": f"{self.path} in memory",
@@ -189,16 +220,23 @@ class Function(Denoiser):
 
     splits_head = False
 
-    def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: LoadOptions,
+        tokenizer: Any,
+    ):
         self.function = function
         self.path = options.name
         self.device = options.device
         self.bos = options.bos or self.bos
         self.shift = int(bool(options.shift_logits))
         self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
-        longest = tokenizer.model_max_length
-        positions = longest if longest < UNBOUNDED else None
+        positions = tokenizer.model_max_length
+        if positions >= UNBOUNDED:
+            positions = None
         self.max_length = options.max_length or row_length(options.name, None, positions)
+
         self.vocab_size = self._first_call()
         tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
         self.excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
@@ -210,10 +248,12 @@ class Function(Denoiser):
         logits = out[0] if isinstance(out, tuple) else out
         if not isinstance(logits, torch.Tensor):
             raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
-        if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
+        is_row_by_row = logits.dim() == 3 and logits.shape[:2] == ids.shape
+        if not is_row_by_row or not logits.is_floating_point():
+            rows, length = ids.shape
             raise DuelError(
-                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
-                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
+                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({rows}, {length}, V) for this "
+                f"call; got {logits.dtype} {tuple(logits.shape)}."
             )
         return logits
 
@@ -222,7 +262,8 @@ class Function(Denoiser):
 
     def _first_call(self) -> int:
         """The columns of the logits of a first small row; raises DuelError if they are not logits."""
-        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
+        length = min(2, self.max_length)
+        first = torch.full((1, length), self.mask_id, device=self.device)  # (1, L)
         remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
         with explained(self.path, "run network", remedy):
             logits = self.features(first, None)
@@ -249,38 +290,33 @@ def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
     takes_mask = "attention_mask" in parameters(model)
 
     def function(ids: torch.Tensor, real: torch.Tensor | None) -> Any:
-        mask = {"attention_mask": real.long()} if takes_mask and real is not None else {}
-        return model(input_ids=ids, **mask)
+        if takes_mask and real is not None:
+            return model(input_ids=ids, attention_mask=real.long())
+        return model(input_ids=ids)
 
     return function
 
 
-def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, has_module: bool) -> Denoiser:
+def _plain(
+    model: Any,
+    options: LoadOptions,
+    tokenizer: Any,
+    tested: bool,
+    has_module: bool,
+) -> Denoiser:
     """The denoiser of a network, by its kind. `has_module`: its module is known, so it was put in eval mode."""
-    plain: Denoiser
-    if isinstance(model, Denoiser):
-        if type(model).open is not Denoiser.open:
-            raise DuelError(
-                f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "
-                "the network inside it, with cache=, cfg_scale=, ... as arguments; or use Duel(denoiser, ...)."
-            )
-        plain = model
-    elif not callable(model):
+    if not isinstance(model, Denoiser) and not callable(model):
         raise DuelError(
             "from_model takes a module of transformers, a function logits = f(ids, real), or a Denoiser; got "
             f"{type(model).__name__}. For a checkpoint on disk or on the hub use from_pretrained."
         )
-    elif _takes_input_ids(model):
+    if not isinstance(model, Denoiser) and _takes_input_ids(model):
         return _of_transformers(model, options, tokenizer, tested)
-    else:
-        if options.attention not in (None, "bidirectional"):
-            raise DuelError(
-                f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
-                f"with `stream`, as in {documentation('python_api.md')}."
-            )
-        plain = Function(by_keyword(model), options, tokenizer)
+
+    plain = _users_denoiser(model) if isinstance(model, Denoiser) else _function(model, options, tokenizer)
     self_tests.run(plain, options.name, tested)
-    if (tested or not has_module) and plain.attention == "bidirectional":
+    is_trusted = has_module and not tested  # its dropout is off, and the user wants no tests
+    if not is_trusted and plain.attention == "bidirectional":
         try:
             self_tests.require_repeatable(plain, options.name, self_tests.LENGTH)
         except DuelError as error:
@@ -289,36 +325,80 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, has_m
     return plain
 
 
-def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
+def _users_denoiser(model: Denoiser) -> Denoiser:
+    """`model` itself; raises DuelError if that opens rows in its own way, which `InMemory` would pass over."""
+    if type(model).open is not Denoiser.open:
+        raise DuelError(
+            f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "
+            "the network inside it, with cache=, cfg_scale=, ... as arguments; or use Duel(denoiser, ...)."
+        )
+    return model
+
+
+def _function(model: Callable[..., Any], options: LoadOptions, tokenizer: Any) -> Function:
+    """The denoiser of a function; raises DuelError for an attention that no function has."""
+    if options.attention not in (None, "bidirectional"):
+        raise DuelError(
+            f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
+            f"with `stream`, as in {documentation('python_api.md')}."
+        )
+    return Function(by_keyword(model), options, tokenizer)
+
+
+def _of_transformers(
+    model: Any,
+    options: LoadOptions,
+    tokenizer: Any,
+    tested: bool,
+) -> Denoiser:
     """The denoiser of a network that is called with input_ids and attention_mask."""
-    kind = type(model).__name__
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(vars(model.config))
-    native = is_native(model)
     if options.attention == "causal":
         raise DuelError(
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
             "checkpoint and score it with estimator=ar."
         )
-    require_supported({"architectures": [kind]}, options.name, options.family)
-    if has_random_tokens({"architectures": [kind]}):
+    kind = type(model).__name__
+    class_alone = {"architectures": [kind]}  # the config may be that of the network it was trained from
+    require_supported(class_alone, options.name, options.family)
+    if has_random_tokens(class_alone):
         raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
-    diffusion = find_family({"architectures": [kind]}, options, None)
-    family = diffusion or (MASKED_LM if native and options.shift_logits is None else OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":  # it depends on the length of earlier rows
         raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
+
+    native = is_native(model)
+    diffusion = find_family(class_alone, options, None)
+    if diffusion is not None:
+        family = diffusion
+    elif native and options.shift_logits is None:
+        family = MASKED_LM
+    else:
+        family = OWN_CODE
     as_decoder = native and kind in PLAIN and diffusion is not None
     denoiser_class = _DecoderInMemory if as_decoder else _MaskedLMInMemory
+
+    config = _entries_of(model.config)
     checkpoint = Checkpoint(options, config, family, tokenizer)
     denoiser: Pretrained = denoiser_class(checkpoint, config.get("vocab_size"))
     denoiser.refuses = tested
     if isinstance(denoiser, Decoder):
-        denoiser.set_row_length(trained_positions(family, model.config.max_position_embeddings, config))
+        positions = model.config.max_position_embeddings
+        denoiser.set_row_length(trained_positions(family, positions, config))
     denoiser.take(model)
+
+    # Without its mask a class of autoregressive networks is causal, so this one test is not left out.
     may_be_causal = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if may_be_causal and not tested and denoiser.attention == "bidirectional":  # this test is not left out
+    if may_be_causal and not tested and denoiser.attention == "bidirectional":
         rows = self_tests.probe_rows(denoiser)  # (R, L)
-        self_tests.require_direction(denoiser, denoiser.path, rows, self_tests.logits_of(denoiser, rows))
+        logits = self_tests.logits_of(denoiser, rows)  # (R, L, V)
+        self_tests.require_direction(denoiser, denoiser.path, rows, logits)
     return denoiser
+
+
+def _entries_of(config: Any) -> dict[str, Any]:
+    """The entries of a config of transformers, or of an object in its place."""
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    return dict(vars(config))
 
 
 class _MaskedLMInMemory(MaskedLM):
@@ -353,7 +433,8 @@ class _AnyId:
     mask_token_id = None
 
     def __init__(self, module: Any):
-        self.rows = getattr(getattr(module, "config", None), "vocab_size", None) or 0
+        config = getattr(module, "config", None)
+        self.rows = getattr(config, "vocab_size", None) or 0
 
     def get_vocab(self) -> dict[str, int]:
         """The ids by name; empty until their number is known."""
@@ -362,6 +443,7 @@ class _AnyId:
 
 def _takes_input_ids(model: Any) -> bool:
     """True if a network is called, and describes itself, like transformers' own."""
-    if isinstance(model, torch.nn.Module) and "input_ids" in parameters(model):
-        return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
-    return False
+    if not isinstance(model, torch.nn.Module) or "input_ids" not in parameters(model):
+        return False
+    needed = ("config", "get_input_embeddings", "get_output_embeddings")
+    return all(hasattr(model, name) for name in needed)

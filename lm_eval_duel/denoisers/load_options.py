@@ -211,7 +211,10 @@ class LoadOptions(NetworkArguments):
 
 def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:
     """(name, revision) of the tokenizer that model args name: `tokenizer`, else `pretrained`, else `model`."""
-    if (name := CHECKPOINT("tokenizer", arguments.get("tokenizer"))) is not None:
-        return name, "main"
-    names = [CHECKPOINT(key, arguments.get(key)) for key in ("pretrained", "model")]
-    return names[0] or names[1] or BUNDLED, str(arguments.get("revision") or "main")
+    tokenizer = CHECKPOINT("tokenizer", arguments.get("tokenizer"))
+    if tokenizer is not None:
+        return tokenizer, "main"
+    pretrained = CHECKPOINT("pretrained", arguments.get("pretrained"))
+    model = CHECKPOINT("model", arguments.get("model"))
+    revision = arguments.get("revision") or "main"
+    return pretrained or model or BUNDLED, str(revision)

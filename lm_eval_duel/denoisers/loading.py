@@ -27,13 +27,14 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, vocabulary
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.checkpoint import DIT_TOKENIZER, Checkpoint, is_diffusion_gemma, is_dit
+from lm_eval_duel.denoisers.checkpoint import DIT_TOKENIZER, Checkpoint
 from lm_eval_duel.denoisers.dit import checkpoint as dit
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.filters import excluding, warped
 from lm_eval_duel.denoisers.hf import decoder, diffusion_gemma, own_code, own_forward
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions, tokenizer_source
+from lm_eval_duel.denoisers.recognition import is_diffusion_gemma, is_dit
 from lm_eval_duel.denoisers.wrappers import Guided
 
 if TYPE_CHECKING:
@@ -61,14 +62,18 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
     options = checkpoint.options
     checkpoint.require_known_network()
     with hub.explained(checkpoint.name):
-        checkpoint = checkpoint.with_tokenizer(tokenizer).with_family_by_tensors()
+        checkpoint = checkpoint.with_tokenizer(tokenizer)
+        checkpoint = checkpoint.with_family_by_tensors()
         if checkpoint.runs_own_code:
             denoiser: Denoiser = own_code.load(checkpoint.local())
         else:
             denoiser = without_weights(checkpoint).fill()
-    denoiser.special_tokens = vocabulary.expected(denoiser, checkpoint.tokenizer)
-    if options.mask_token_id is not None:  # the user's choice; a checkpoint's own entry may differ for a reason
-        vocabulary.warn_of_another_mask(checkpoint.name, denoiser.mask_id, checkpoint.tokenizer)
+
+    tokenizer = checkpoint.tokenizer
+    denoiser.special_tokens = vocabulary.expected(denoiser, tokenizer)
+    # Only the user's own choice is questioned: a checkpoint's entry may differ from its tokenizer for a reason.
+    if options.mask_token_id is not None:
+        vocabulary.warn_of_another_mask(checkpoint.name, denoiser.mask_id, tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)
@@ -77,7 +82,8 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
 def without_weights(checkpoint: Checkpoint) -> DiTDenoiser | Pretrained:
     """The network that a checkpoint describes, before any weight is read; its files on the hub are downloaded."""
     reader = reader_of(checkpoint)
-    if reader not in (own_forward.masked_lm, own_forward.causal_lm):  # these leave the files to transformers
+    transformers_reads_files = reader in (own_forward.masked_lm, own_forward.causal_lm)
+    if not transformers_reads_files:
         checkpoint = checkpoint.local()
     return reader(checkpoint)
 
@@ -88,13 +94,17 @@ def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pr
     A checkpoint's own code is not run.
     """
     family = checkpoint.family
+    is_causal = checkpoint.options.attention == "causal"
     if checkpoint.is_dit:
         return dit.unfilled
     if is_diffusion_gemma(checkpoint.config):
         return diffusion_gemma.unfilled
-    if checkpoint.options.attention == "causal" and (family is None or family.attention != "causal_prefix"):
+    if family is None:
+        return own_forward.causal_lm if is_causal else own_forward.masked_lm
+    # A network with a causal prefix can be scored as an autoregressive one. Other families are refused by `causal_lm`.
+    if is_causal and family.attention != "causal_prefix":
         return own_forward.causal_lm
-    return own_forward.masked_lm if family is None else decoder.unfilled
+    return decoder.unfilled
 
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
@@ -106,7 +116,7 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     if options.exclude_ids:
         denoiser = excluding(denoiser, options.exclude_ids)
     warpers = (options.temperature, options.top_k, options.top_p)
-    if warpers != (None, None, None):
+    if any(value is not None for value in warpers):
         denoiser = warped(denoiser, *warpers)
     return denoiser
 
@@ -124,7 +134,16 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False
-    has_one = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and vocabulary.has_tokenizer(name, revision))
-    if not has_one and is_dit(hub.read_config(name, revision), name) and not vocabulary.has_tokenizer(name, revision):
+    is_named = bool(arguments.get("tokenizer"))
+    if not is_named and _is_dit_without_tokenizer(name, revision):
         return vocabulary.load_tokenizer(DIT_TOKENIZER, trusted, "main")
     return vocabulary.load_tokenizer(name, trusted, revision)
+
+
+def _is_dit_without_tokenizer(name: str, revision: str) -> bool:
+    """True for a checkpoint of our own DiT that has no tokenizer, as most published ones."""
+    # First, for a folder: one with a tokenizer needs no config.json here.
+    if os.path.isdir(name) and vocabulary.has_tokenizer(name, revision):
+        return False
+    config = hub.read_config(name, revision)
+    return is_dit(config, name) and not vocabulary.has_tokenizer(name, revision)

@@ -49,24 +49,35 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
     with torch.no_grad(), buffers_kept(denoiser):
         if denoiser.by_blocks:
             _by_blocks(denoiser, path)
-            return
-        rows = probe_rows(denoiser)  # (R, L)
-        logits = logits_of(denoiser, rows)  # (R, L, V)
-        require_dependence(path, rows, logits)
+        else:
+            _by_rows(denoiser, path, refuse)
+
+
+def _by_rows(denoiser: Denoiser, path: str, refuse: bool) -> None:
+    """The self-tests of a network that sees whole rows."""
+    rows = probe_rows(denoiser)  # (R, L)
+    logits = logits_of(denoiser, rows)  # (R, L, V)
+    require_dependence(path, rows, logits)
+    if refuse:
+        require_finite(logits, path)
+        require_direction(denoiser, path, rows, logits)
+        require_separate_rows(denoiser, path)
+
+    if denoiser.attention == "bidirectional":
         if refuse:
-            require_finite(logits, path)
-            require_direction(denoiser, path, rows, logits)
-            require_separate_rows(denoiser, path)
-        if denoiser.attention == "bidirectional":
-            if refuse:
-                require_finite(logits_of(denoiser, half_masked(denoiser)), path)
-            all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
-            denoiser.needs_visible = not bool(logits_of(denoiser, all_mask).isfinite().all())
-            denoiser.relative_positions = ties_when_all_mask(denoiser)
-        if _unscaled_length(denoiser) is not None:  # its frequencies depend on the longest row of a call
-            denoiser.honours_padding = False
-        else:  # padding is on the right, where a causal network never looks
-            denoiser.honours_padding = denoiser.attention == "causal" or honours_padding(denoiser)
+            half = half_masked(denoiser)
+            require_finite(logits_of(denoiser, half), path)
+        all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
+        of_masks = logits_of(denoiser, all_mask)  # (1, L, V)
+        denoiser.needs_visible = not bool(of_masks.isfinite().all())
+        denoiser.relative_positions = ties_when_all_mask(denoiser)
+
+    if _unscaled_length(denoiser) is not None:  # its frequencies depend on the longest row of a call
+        denoiser.honours_padding = False
+    elif denoiser.attention == "causal":  # padding is on the right, where it never looks
+        denoiser.honours_padding = True
+    else:
+        denoiser.honours_padding = honours_padding(denoiser)
 
 
 def probe_rows(denoiser: Denoiser) -> torch.Tensor:
@@ -80,11 +91,15 @@ def probe_rows(denoiser: Denoiser) -> torch.Tensor:
 def two_blocks(denoiser: Denoiser, rows: int = 2) -> torch.Tensor:
     """Rows of random tokens (rows, 2 B); those of a network that takes no two blocks are repeated."""
     length = 2 * denoiser.block
-    return random_rows(denoiser, length, rows).repeat(1, length)[:, :length]
+    drawn = random_rows(denoiser, length, rows)  # shorter than `length` if the network takes no more
+    return drawn.repeat(1, length)[:, :length]
 
 
 def logits_of(
-    denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None, wanted: slice = slice(None)
+    denoiser: Denoiser,
+    rows: torch.Tensor,
+    real: torch.Tensor | None = None,
+    wanted: slice = slice(None),
 ) -> torch.Tensor:
     """Logits (R, L, V) of the `wanted` rows of a call, zero at excluded columns and at positions that are never read.
 
@@ -93,20 +108,27 @@ def logits_of(
     features = _stream(denoiser, rows) if denoiser.by_blocks else denoiser.features(rows, real)
     rows = rows[wanted]  # (R, L)
     features = features[wanted]  # (R, L, D)
-    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+    flat = denoiser.head(features.flatten(0, 1))  # (R L, V)
+    logits = flat.unflatten(0, features.shape[:2])
     logits = logits.masked_fill(denoiser.excluded, 0)
     if denoiser.attention == "bidirectional" and not denoiser.shift and denoiser.max_length > 2:
-        logits = logits.masked_fill((rows != denoiser.mask_id)[..., None], 0)
+        is_visible = rows != denoiser.mask_id  # (R, L)
+        logits = logits.masked_fill(is_visible[..., None], 0)
     return logits
 
 
 def _stream(denoiser: Denoiser, rows: torch.Tensor) -> torch.Tensor:
     """The features (R, L, D) of rows of one masked block, or of a clean one and a masked one."""
+    block = denoiser.block
     position = torch.arange(rows.shape[1], device=rows.device)  # (L,)
-    seen = position[:, None] // denoiser.block >= position // denoiser.block  # (L, L)
-    if denoiser.attention == "causal_prefix" and len(position) > denoiser.block:
-        seen[: denoiser.block] = position[: denoiser.block, None] >= position
-    return denoiser.stream(rows, position.expand_as(rows), seen.expand(len(rows), -1, -1), None)[0]
+    number = position // block  # (L,) of each position's block
+    seen = number[:, None] >= number  # (L, L)
+    if denoiser.attention == "causal_prefix" and len(position) > block:
+        seen[:block] = position[:block, None] >= position  # the clean block is causal
+    positions = position.expand_as(rows)
+    every_seen = seen.expand(len(rows), -1, -1)
+    features, _ = denoiser.stream(rows, positions, every_seen, None)
+    return features
 
 
 def require_finite(logits: torch.Tensor, path: str) -> None:
@@ -128,10 +150,13 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     """Raise DuelError if a causal network looks ahead, or a bidirectional one does not."""
     if rows.shape[1] < 2:
         return
+    # Change the last token of each row, and look at the predictions before it.
     tokens = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
+    last = rows[:, -1]
     changed = rows.clone()  # (R, L)
-    changed[:, -1] = torch.where(rows[:, -1] == tokens[0], tokens[-1], tokens[0])
-    change = difference_of(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
+    changed[:, -1] = torch.where(last == tokens[0], tokens[-1], tokens[0])
+    before = logits_of(denoiser, changed)[:, :-1]
+    change = difference_of(before, logits[:, :-1])
     if denoiser.attention == "bidirectional" and change == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score it with "
@@ -148,10 +173,10 @@ def honours_padding(denoiser: Denoiser) -> bool:
     """True if a half-masked row has the same logits in a batch with longer ones as alone, up to float noise."""
     row = half_masked(denoiser)  # (1, L)
     length = row.shape[1]
-    counts = sorted({1, length // 2, length - 1} - {0, length})
-    if not counts:
+    shorter = sorted({1, length // 2, length - 1} - {0, length})
+    if not shorter:
         return False
-    lengths = torch.tensor([*counts, length], device=row.device)  # (R,) the last row is not padded
+    lengths = torch.tensor([*shorter, length], device=row.device)  # (R,) the last row is not padded
     real = torch.arange(length, device=row.device) < lengths[:, None]  # (R, L)
     ids = torch.where(real, row, denoiser.mask_id)  # (R, L)
     try:
@@ -160,17 +185,23 @@ def honours_padding(denoiser: Denoiser) -> bool:
         raise
     except (TypeError, ValueError, RuntimeError):  # it accepts no attention mask, or one of another form
         return False
-    seen = logits_of(denoiser, ids)  # (R, L, V) with padding that is not hidden
-    alone = [logits_of(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
+    padding_seen = logits_of(denoiser, ids)  # (R, L, V) the same without an attention mask
+    alone = [logits_of(denoiser, row[:, :count])[0] for count in shorter]  # (count, V) each
 
-    def effect(batch: torch.Tensor) -> float:
-        differences = [difference_of(row, batch[n, : len(row)]) for n, row in enumerate(alone)]
+    def effect_of_padding(batch: torch.Tensor) -> float:
+        differences = []
+        for n, expected in enumerate(alone):
+            differences.append(difference_of(expected, batch[n, : len(expected)]))
         return float(torch.tensor(differences).max())  # unlike Python's, torch's max is NaN if one of them is
 
-    if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
-        return effect(together) < 0.1 * effect(seen)
-    noise = min(difference_of(logits_of(denoiser, row)[0], together[-1]), MOST_NOISE)
-    return effect(together) <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise)
+    effect = effect_of_padding(together)
+    if denoiser.quantized or together.dtype.itemsize < 4:
+        # Noise is large here, and differs between networks: compare with the effect of padding that is seen.
+        return effect < 0.1 * effect_of_padding(padding_seen)
+    unpadded = logits_of(denoiser, row)[0]  # (L, V)
+    noise = min(difference_of(unpadded, together[-1]), MOST_NOISE)
+    tolerance = PADDING_TOLERANCE[together.dtype.itemsize]
+    return effect <= max(tolerance, NOISE_FACTOR * noise)
 
 
 def half_masked(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
@@ -184,7 +215,9 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
     """Raise DuelError if a network draws random numbers, as hashed attention does: it is not a function of the row."""
     row = half_masked(denoiser, length)  # (1, L)
     first = logits_of(denoiser, row)
-    if not difference_of(first, logits_of(denoiser, row)) <= noise_alone(denoiser, first, FLOAT32):
+    second = logits_of(denoiser, row)
+    difference = difference_of(first, second)
+    if not difference <= noise_alone(denoiser, first, FLOAT32):  # a NaN fails, too
         raise DuelError(
             f"{path} returns different logits each time for the same row of {row.shape[1]} positions: it draws random "
             "numbers, as hashed attention does, and gives no text a single likelihood."
@@ -196,7 +229,9 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
 
     They are many and equal, so that they fill an expert's capacity.
     """
-    row = two_blocks(denoiser, rows=1) if denoiser.by_blocks else random_rows(denoiser, LENGTH, rows=1)  # (1, L)
+    row = random_rows(denoiser, LENGTH, rows=1)  # (1, L)
+    if denoiser.by_blocks:
+        row = two_blocks(denoiser, rows=1)
     strangers = [row.flip(1), row[:, :1].expand_as(row)]
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
@@ -204,14 +239,17 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
     count = max(3, tokens // row.shape[1] - 1)
 
     alone = logits_of(denoiser, row)[0]  # (L, V)
-    allowed = noise_in_company(denoiser, alone) if alone.dtype.itemsize >= 4 else ROUTED
-    if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
+    allowed = noise_in_company(denoiser, alone)
+    may_choose_others = tokens > MANY and is_routed(denoiser)  # experts, by the noise of many rows
+    if alone.dtype.itemsize < 4 or may_choose_others:
         allowed = ROUTED
-    if not difference_of(logits_of(denoiser, row)[0], alone) <= allowed:
+
+    again = logits_of(denoiser, row)[0]  # (L, V)
+    if not difference_of(again, alone) <= allowed:
         return  # it draws random numbers, and `require_repeatable` refuses it
     for stranger in strangers:
         call = torch.cat([stranger.expand(count, -1), row])  # (count + 1, L)
-        in_company = logits_of(denoiser, call, wanted=slice(-1, None))[0]  # (L, V)
+        [in_company] = logits_of(denoiser, call, wanted=slice(-1, None))  # (L, V)
         if not difference_of(in_company, alone) <= allowed:
             raise DuelError(
                 f"{path} predicts differently for a row alone and for the same row in a batch: the other rows of a "
@@ -228,21 +266,24 @@ def cover(denoiser: Denoiser, tokens: int) -> None:
         plain = plain.plain
     if not plain.splits_head:  # its calls hold fewer
         tokens = min(tokens, VALUES // plain.vocab_size)
+    name = str(getattr(plain, "path", "The network"))
     while 0 < plain.separate_tokens < tokens:
         try:
             with torch.inference_mode(), buffers_kept(plain):
-                require_separate_rows(plain, str(getattr(plain, "path", "The network")), tokens)
+                require_separate_rows(plain, name, tokens)
             return
         except torch.OutOfMemoryError:  # neither will a call of the run have as many
             free(plain.device)
             tokens //= 2
 
 
-def ties_when_all_mask(denoiser: Denoiser, length: int = 32, fine: float = ALONE) -> bool:
-    """True if a row of masks has the same distribution at every position, up to noise, which is `fine` in float32."""
-    row = torch.full((1, min(length, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
+def ties_when_all_mask(denoiser: Denoiser, length: int = 32, in_float32: float = ALONE) -> bool:
+    """True if a row of masks has the same distribution at every position, up to noise: `in_float32` in that dtype."""
+    length = min(length, denoiser.max_length)
+    row = torch.full((1, length), denoiser.mask_id, device=denoiser.device)
     logits = logits_of(denoiser, row)[0]  # (L, V)
-    return difference_of(logits, logits[:1].expand_as(logits)) <= noise_alone(denoiser, logits, fine)
+    first = logits[:1].expand_as(logits)
+    return difference_of(logits, first) <= noise_alone(denoiser, logits, in_float32)
 
 
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
@@ -262,13 +303,18 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
 
     other_block = rows.clone()
     other_block[:, block:] = rows[:, :1]
-    change = difference_of(logits_of(denoiser, other_block)[:, :block], whole[:, :block])
+    changed = logits_of(denoiser, other_block)
+    change = difference_of(changed[:, :block], whole[:, :block])
     if not change <= noise_in_company(denoiser, whole):
         raise DuelError(f"{path} is not {kind}: a later block changes the predictions of an earlier one.")
+
     other_end = rows.clone()
     other_end[:, -1] = denoiser.mask_id
-    if block > 1 and difference_of(logits_of(denoiser, other_end)[:, block:-1], whole[:, block:-1]) == 0:
+    changed = logits_of(denoiser, other_end)
+    change = difference_of(changed[:, block:-1], whole[:, block:-1])
+    if block > 1 and change == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
+
     denoiser.relative_positions = ties_when_all_mask(denoiser, block, FLOAT32)
     denoiser.honours_padding = True  # padding lies in later blocks, or is masked
 
@@ -277,18 +323,24 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
     """Raise DuelError if rotary frequencies are not theta^(-2i/d): some loaders leave them uninitialised."""
     parameters = getattr(config, "rope_parameters", None) or {}
     scaling = getattr(config, "rope_scaling", None) or {}
-    kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    kinds = [parameters.get("rope_type"), scaling.get("rope_type"), scaling.get("type")]
+    kind = next(filter(None, kinds), "default")
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    buffers = {}
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffers[name] = buffer
     if not buffers or theta is None:
         return
     if kind != "default":
         log.info("Rotary positions of %s are scaled (%s): their frequencies are not checked", path, kind)
         return
-    for name, buffer in buffers:
+
+    for name, buffer in buffers.items():
         if buffer.is_meta:
             continue
-        expected = theta ** -(torch.arange(len(buffer), dtype=torch.float64) / len(buffer))  # (d / 2,)
+        exponent = torch.arange(len(buffer), dtype=torch.float64) / len(buffer)  # (d / 2,)
+        expected = theta**-exponent
         noise = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
         if not torch.allclose(buffer.double().cpu(), expected, rtol=noise, atol=0):
             raise DuelError(
@@ -302,12 +354,14 @@ def difference_of(one: torch.Tensor, other: torch.Tensor) -> float:
     return difference(one, other, spread(one))
 
 
-def noise_alone(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALONE) -> float:
-    """The difference that is float noise where nothing else in the call changes; `fine` in float32.
+def noise_alone(denoiser: Denoiser, logits: torch.Tensor, in_float32: float = ALONE) -> float:
+    """The difference that is float noise where nothing else in the call changes; `in_float32` in that dtype.
 
     The dtype is that of the logits: a user's function may return coarser ones than its weights.
     """
-    return COARSE if is_coarse(denoiser) or logits.dtype.itemsize < 4 else fine
+    if is_coarse(denoiser) or logits.dtype.itemsize < 4:
+        return COARSE
+    return in_float32
 
 
 def noise_in_company(denoiser: Denoiser, logits: torch.Tensor) -> float:
@@ -325,7 +379,8 @@ def _unscaled_length(denoiser: Denoiser) -> int | None:
         section = getattr(config, name, None) or {}
         by_layer_type = [part for part in section.values() if isinstance(part, dict)]
         sections += [section, *by_layer_type]
-    if not any((section.get("rope_type") or section.get("type")) in LENGTHENED for section in sections):
+    kinds = {section.get("rope_type") or section.get("type") for section in sections}
+    if kinds.isdisjoint(LENGTHENED):
         return None
 
     lengths = [section.get("original_max_position_embeddings") for section in sections]
@@ -351,10 +406,13 @@ def module_of(model: Any) -> torch.nn.Module | None:
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
     """The modules of a network that can be found, including the modules that a function refers to."""
-    if (module := module_of(model)) is not None:
+    module = module_of(model)
+    if module is not None:
         return [module]
+    values = []
+    if isinstance(model, Denoiser):
+        values += vars(model).values()
     function = getattr(model, "function", model)
-    values = list(vars(model).values()) if isinstance(model, Denoiser) else []
     if inspect.isfunction(function):
         scope = inspect.getclosurevars(function)
         values += [*scope.nonlocals.values(), *scope.globals.values()]

@@ -44,7 +44,8 @@ def _require_adapters_in_layers(model: Any) -> None:
         if config is None:
             continue
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if getattr(config, "is_prompt_learning", False) or kind == "XLORA":
+        adds_a_prompt = getattr(config, "is_prompt_learning", False)
+        if adds_a_prompt or kind == "XLORA":
             raise DuelError(
                 f"A {kind} adapter is not in the network's layers, so it would be left out. Pass a function f(ids, "
                 "real) that calls the PEFT model, and it as module=."
@@ -53,7 +54,9 @@ def _require_adapters_in_layers(model: Any) -> None:
 
 @contextlib.contextmanager
 def evaluating(
-    module: torch.nn.Module | None, device: torch.device, autocast: torch.dtype | None = None
+    module: torch.nn.Module | None,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Dropout off; autocast off, or to the given dtype; nothing compiled; restored at the end.
 
@@ -104,31 +107,47 @@ def digest(module: torch.nn.Module) -> str:
     return total.hexdigest()[:12]
 
 
-def device_of(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
+def device_of(
+    model: Any,
+    module: torch.nn.Module | None,
+    device: torch.device | str | None,
+) -> torch.device:
     """The device on which a network takes its ids."""
-    if device is not None or isinstance(model, Denoiser):
-        return torch.device(device) if device is not None else model.device
+    if device is not None:
+        return torch.device(device)
+    if isinstance(model, Denoiser):
+        return model.device
     if module is None:
         return torch.device("cpu")
     if hasattr(module, "get_input_embeddings"):
         return pretrained.device_of(module)
-    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+    tensors = [*module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def require_whole(module: torch.nn.Module) -> None:
     """Raise DuelError if this process holds only a part of a network."""
-    classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
-    sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
-    deepspeed = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    tensors = {type(tensor).__name__ for parameter in module.parameters() for tensor in (parameter, parameter.data)}
-    if sharded or deepspeed or "DTensor" in tensors:
-        how = "tensor parallelism"
-        if sharded:
-            how = "FSDP"
-        elif deepspeed:
-            how = "DeepSpeed ZeRO-3"
+    how = _how_sharded(module)
+    if how:
         raise DuelError(
             f"This process holds only a part of the weights ({how}), and each call would wait for the others. Save a "
             "checkpoint and score it with from_pretrained, or train with DistributedDataParallel."
         )
+
+
+def _how_sharded(module: torch.nn.Module) -> str:
+    """The way in which the weights of a network are shared out between processes; empty if each of them has all.
+
+    Told by names, since none of these libraries need be installed.
+    """
+    for part in module.modules():
+        names = {cls.__name__ for cls in type(part).__mro__}
+        if names & {"FSDPModule", "FullyShardedDataParallel"}:
+            return "FSDP"
+    parameters = list(module.parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return "DeepSpeed ZeRO-3"
+    for parameter in parameters:
+        if "DTensor" in (type(parameter).__name__, type(parameter.data).__name__):
+            return "tensor parallelism"
+    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
@@ -19,19 +19,23 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  # at least one of them
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
 TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
 USUAL = ("a", "A", "the", "0")
 TRIED = 1000  # ordinary tokens that are tried as texts
 PADDING = 128  # embeddings are padded by up to this many columns, for speed
 
+Ids: TypeAlias = tuple[int, ...]
+
 
 def has_tokenizer(path: str, revision: str) -> bool:
     """True if a checkpoint has a tokenizer."""
-    return any(
-        cached_file(path, name, revision=revision, **QUIET) is not None
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-    )
+
+    def is_there(name: str) -> bool:
+        return cached_file(path, name, revision=revision, **QUIET) is not None
+
+    return any(map(is_there, TOKENIZER_FILES))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
@@ -44,8 +48,9 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
             tokenizer = _read_tokenizer(path, trust_remote_code, revision)
     finally:
         configs.setLevel(level)
-    # without a file, some classes build a tokenizer of special tokens alone
-    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):
+    # Without a file, some classes build a tokenizer of special tokens alone.
+    ordinary = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+    if not ordinary:
         raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
     return tokenizer
 
@@ -60,7 +65,8 @@ def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTra
     except Exception:
         if os.path.isdir(path) and not has_tokenizer(path, revision):
             raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
-        if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
+        config = get_tokenizer_config(path, revision=revision)
+        if config.get("tokenizer_class") not in QWEN2_TOKENIZERS:
             raise
         return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
 
@@ -74,18 +80,25 @@ def find_mask_id(
 ) -> int:
     """The id of [MASK], from the options, the config, the tokenizer or the family (`usual`), in this order.
 
-    `rows`: of the embedding, which bound the id. Raises DuelError if there is none, or it is another special token.
+    `rows`: the rows of the embedding, if their number is known: an id is below it.
+
+    Raises DuelError if there is no such id, or it is that of another special token.
     """
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     named = (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, usual)
-    mask_id = next((each for each in named if each is not None), None)
-    if mask_id is None:
+    given = [each for each in named if each is not None]
+    if not given:
         raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
-    if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+    mask_id = given[0]
+
+    is_whole = isinstance(mask_id, int) and not isinstance(mask_id, bool)
+    if not is_whole or not 0 <= mask_id < (rows or mask_id + 1):
         ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
         raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
+    if mask_id == of_tokenizer:
+        return mask_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
+        if mask_id == getattr(tokenizer, name, None):
             raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
     return mask_id
 
@@ -93,7 +106,9 @@ def find_mask_id(
 def another_mask(mask_id: int | None, tokenizer: Any | None) -> int | None:
     """The [MASK] that the tokenizer names, if it is not that of the network; None if either has none."""
     of_tokenizer: int | None = getattr(tokenizer, "mask_token_id", None)
-    return None if mask_id is None or of_tokenizer == mask_id else of_tokenizer
+    if mask_id is None or of_tokenizer == mask_id:
+        return None
+    return of_tokenizer
 
 
 def warn_of_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> None:
@@ -129,23 +144,25 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
     if bos in ("none", "first"):
         return bos, [], []
     prefix, suffix = added_tokens(tokenizer)
-    suffix = suffix if denoiser.appends_sep else []
+    if not denoiser.appends_sep:
+        suffix = []
     if bos == "auto":
         bos = "given" if prefix or suffix else "none"
     if bos == "none":
         return bos, [], []
-    if not (prefix or suffix):
-        start = tokenizer.bos_token_id
-        if start is None:  # GPT-2's tokens for the beginning and the end are one
-            start = end_of_text(tokenizer)
-        if start is None:
-            remedy = "pass tokenizer=<one that has it>" if denoiser.shift else "use bos=none"
-            raise DuelError(f"bos={bos} needs a BOS (or EOS) token, and this tokenizer has none; {remedy}.")
-        prefix = [start]
-    return bos, prefix, suffix
+    if prefix or suffix:
+        return bos, prefix, suffix
+
+    start = tokenizer.bos_token_id
+    if start is None:  # GPT-2's tokens for the beginning and the end are one
+        start = end_of_text(tokenizer)
+    if start is None:
+        remedy = "pass tokenizer=<one that has it>" if denoiser.shift else "use bos=none"
+        raise DuelError(f"bos={bos} needs a BOS (or EOS) token, and this tokenizer has none; {remedy}.")
+    return bos, [start], []
 
 
-def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[Ids, Ids] | None:
     """The special tokens before and after a text; None: texts have none. Both are empty if no tokenizer names them."""
     if tokenizer is None:
         return ((), ()) if denoiser.bos == "given" else None
@@ -153,7 +170,9 @@ def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...]
         bos, prefix, suffix = convention(tokenizer, denoiser)
     except DuelError:  # raised again when a text is scored; ids can be scored without
         return None
-    return (tuple(prefix), tuple(suffix)) if bos == "given" and prefix else None
+    if bos != "given" or not prefix:
+        return None
+    return tuple(prefix), tuple(suffix)
 
 
 def end_of_text(tokenizer: Any) -> int | None:
@@ -175,9 +194,11 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         if not plain or not special.isdisjoint(plain):
             continue
         full = _ids(tokenizer, text, True)
+        # The text's own ids stand somewhere in the whole; what is before and after them was added.
         for start in range(len(full) - len(plain) + 1):
-            if full[start : start + len(plain)] == plain:
-                return full[:start], full[start + len(plain) :]
+            end = start + len(plain)
+            if full[start:end] == plain:
+                return full[:start], full[end:]
     raise DuelError(
         f"Cannot determine the special tokens that {tokenizer.name_or_path or 'this tokenizer'} adds: no text that was "
         "tried shows them. Use bos=none to score without them, or tokenizer=<a folder or hub name>."
@@ -188,8 +209,8 @@ def _texts(tokenizer: Any) -> Iterator[str]:
     """Texts that are likely to have ordinary tokens in this vocabulary."""
     yield from USUAL
     special = set(tokenizer.all_special_ids)
-    ordinary = sorted(token for token in tokenizer.get_vocab().values() if token not in special)
-    for token in ordinary[:TRIED]:
+    ordinary = set(tokenizer.get_vocab().values()) - special
+    for token in sorted(ordinary)[:TRIED]:
         yield tokenizer.decode([token])
 
 
@@ -197,7 +218,12 @@ def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
-def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
+def require_fit(
+    tokens: set[int],
+    mask_id: int | None,
+    vocab_size: int,
+    path: str,
+) -> None:
     """Raise DuelError if the tokenizer has an id that the network of `path` does not predict."""
     last = max(tokens - {mask_id})
     if last >= vocab_size:
@@ -208,7 +234,11 @@ def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: st
 
 
 def excluded_columns(
-    tokens: set[int], mask_id: int | None, vocab_size: int, path: str, device: torch.device
+    tokens: set[int],
+    mask_id: int | None,
+    vocab_size: int,
+    path: str,
+    device: torch.device,
 ) -> torch.Tensor:
     """The columns that are not tokens of the vocabulary, [MASK] included, (V,) bool; see `require_fit`."""
     require_fit(tokens, mask_id, vocab_size, path)

@@ -38,7 +38,11 @@ class Wrapper(Denoiser):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return self.plain.evaluating()
 
-    def stream(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
+    def stream(
+        self,
+        *arguments: torch.Tensor,
+        **keywords: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
         return self.plain.stream(*arguments, **keywords)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -55,9 +59,11 @@ class Guided(Wrapper):
 
     def __init__(self, plain: Denoiser, scale: float):
         if plain.attention != "bidirectional" or plain.shift:
+            kind = f"a {plain.attention} network"
+            if plain.shift:
+                kind += " with shifted logits"
             raise DuelError(
-                f"cfg_scale masks the whole context, and a {plain.attention} network"
-                f"{' with shifted logits' if plain.shift else ''} cannot predict without one; leave cfg_scale out."
+                f"cfg_scale masks the whole context, and {kind} cannot predict without one; leave cfg_scale out."
             )
         if plain.needs_visible:
             raise DuelError(
@@ -80,7 +86,8 @@ class Guided(Wrapper):
         return GuidedView(self, rows, generating)
 
     def describe(self) -> dict[str, object]:
-        return {**self.plain.describe(), "guidance": f"classifier-free, cfg_scale={number(self.scale)}"}
+        guidance = f"classifier-free, cfg_scale={number(self.scale)}"
+        return {**self.plain.describe(), "guidance": guidance}
 
 
 class GuidedView(View):
@@ -100,7 +107,8 @@ class GuidedView(View):
         self.unconditional.commit(lanes)
 
     def positions(self, lanes: Lanes) -> Positions:
-        tokens = lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)  # context inside a block, too
+        # A block that is counted from the row may hold a part of the context, which is masked as well.
+        tokens = lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
         bare = dataclasses.replace(lanes, tokens=tokens)
         given = self.conditional.positions(lanes)
         masked = self.unconditional.positions(bare)
@@ -112,4 +120,5 @@ class GuidedView(View):
         position = given.row.new_empty(len(given.features))  # (U,)
         position[given.row] = torch.arange(len(given.row), device=given.row.device)
         unconditional = masked.features[masked.row[position]]  # (U, D)
-        return Positions(torch.stack([given.features, unconditional], dim=1), given.row, given.all_mask)
+        both = torch.stack([given.features, unconditional], dim=1)  # (U, 2, D)
+        return Positions(both, given.row, given.all_mask)

@@ -11,7 +11,7 @@ import golden
 import torch
 
 from lm_eval_duel.arguments import MAX_FACTOR
-from lm_eval_duel.denoisers import checkpoint, hub, refused
+from lm_eval_duel.denoisers import checkpoint, hub, recognition, refused
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.dit import denoiser as dit
 from lm_eval_duel.denoisers.hf import diffusion_gemma, families, layouts, pretrained
@@ -64,7 +64,7 @@ def test_families():
 def test_our_own_dit():
     names = ("DIT_NAMES", "UNIFORM", "GIDD", "DIT_LAYOUT", "DIT_SECTIONS", "DIT_TOKENIZER", "GEMMA", "MOVED")
     names += ("MASKING", "REPLACING", "MIXED")
-    constants = {name: getattr(checkpoint, name) for name in names}
+    constants = {name: getattr(recognition, name, None) or getattr(checkpoint, name) for name in names}
     constants["DIT_NAMES"] = sorted(constants["DIT_NAMES"])
     names = ("GIDD_SIZES", "GIDD_MASK", "READ", "HARMLESS", "READ_BY_GIDD", "READ_OF_SECTIONS", "OTHER_SECTIONS")
     constants |= {f"read: {name}": getattr(dit_checkpoint, name) for name in (*names, "REFUSED")}

@@ -22,18 +22,24 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH, ArgumentType
-from lm_eval_duel.denoisers.checkpoint import GIDD as GIDD_TYPE
-from lm_eval_duel.denoisers.checkpoint import MASKING, UNIFORM, Checkpoint, model_names, name_unread, unread_entries
+from lm_eval_duel.denoisers.checkpoint import Checkpoint, name_unread, unread_entries
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, FAMILIES, GIDD, NOISED, SEDD, DiTDenoiser, NoisedDiT
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.recognition import GIDD as GIDD_TYPE
+from lm_eval_duel.denoisers.recognition import MASKING, UNIFORM, model_names
 from lm_eval_duel.denoisers.vocabulary import find_mask_id, row_length
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 GIDD_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len"),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "timestep_cond_dim",
+    "max_seq_len",
 )
 GIDD_MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 NAMED_UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of GIDDs with uniform noise
@@ -43,19 +49,51 @@ KINDS = {  # of families with a separate class
     **dict.fromkeys(FAMILIES, GIDD),
     **dict.fromkeys(UNIFORM, NoisedDiT),
 }
-READ = ("vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length", "cond_dim", "causal", "time_conditioning")
-READ += ("cross_attn", "adaln", "block_size", "cfg", "mask_token_id", *MASKING)
+SIZES = ("vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
+READ = (
+    *SIZES,
+    "cond_dim",
+    "causal",
+    "time_conditioning",
+    "cross_attn",
+    "adaln",
+    "block_size",
+    "cfg",
+    "mask_token_id",
+    *MASKING,
+)
 HARMLESS = {  # entries that change no number, and the reason
-    **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training"),
+    "var_min": "training",
+    "sampling_eps_min": "training",
+    "sampling_eps_max": "training",
     "tie_word_embeddings": "the head is stored",
 }
 READ_BY_GIDD = (*GIDD_SIZES, "p_uniform", "t_eps", "mask_token_id", *MASKING)
+SEDD_SIZES = ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length")
 READ_OF_SECTIONS = {  # SEDD's, by section
     "graph": ("type", "file", "report_all"),
-    "model": ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length", "scale_by_sigma", "name", "type", "dropout"),
+    "model": (*SEDD_SIZES, "scale_by_sigma", "name", "type", "dropout"),
 }
-OTHER_SECTIONS = ("noise", "training", "sampling", "eval", "optim", "data", "ngpus", "work_dir", "wandb_name")
-REFUSED = ("shift_logits", "first_token", "backend", "peft", "device_map", "load_in_8bit", "load_in_4bit")
+OTHER_SECTIONS = (
+    "noise",
+    "training",
+    "sampling",
+    "eval",
+    "optim",
+    "data",
+    "ngpus",
+    "work_dir",
+    "wandb_name",
+)
+REFUSED = (
+    "shift_logits",
+    "first_token",
+    "backend",
+    "peft",
+    "device_map",
+    "load_in_8bit",
+    "load_in_4bit",
+)
 
 
 def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
@@ -72,14 +110,23 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
 
     row = row_length(options.name, options.max_length, length)
     mask_id, tokens = _vocabulary(checkpoint, family, shape.vocab_size)
-    more = {}
+    noise = {}
     if family in FAMILIES:
         share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
-        more = {"uniform": share, "t_eps": margin}
+        noise = {"uniform": share, "t_eps": margin}
     with torch.device("meta"):
         network = DiT(shape).eval()
     kind = KINDS.get(family, DiTDenoiser)
-    denoiser: DiTDenoiser = kind(network, family, row, options.name, tokens, mask_id, block, **more)
+    denoiser: DiTDenoiser = kind(
+        network,
+        family,
+        row,
+        options.name,
+        tokens,
+        mask_id,
+        block,
+        **noise,
+    )
 
     denoiser.last_block = options.last_block
     denoiser.bos = options.bos or denoiser.bos
@@ -107,11 +154,13 @@ def _require_options(options: LoadOptions, family: str) -> None:
         options.refuse(family, "cache", why="its noise level, and so every key, changes at each step")
         options.refuse(family, "exclude_ids", why="its noise is drawn from its whole vocabulary")
 
-    attention = ATTENTION.get(family, "bidirectional")
     if options.family not in (None, family):
         raise DuelError(f"By its config.json {options.name} is {family}, not {options.family}; leave family out.")
+    attention = ATTENTION.get(family, "bidirectional")
     if options.attention not in (None, attention):
-        given = "estimator=ar, or attention=causal," if options.attention == "causal" else "attention"
+        given = "attention"
+        if options.attention == "causal":
+            given = "estimator=ar, or attention=causal,"
         raise DuelError(
             f"By its config.json {options.name} is {attention}, not {options.attention}; leave {given} out."
         )
@@ -131,18 +180,24 @@ def _vocabulary(checkpoint: Checkpoint, family: str, columns: int) -> tuple[int 
     if tokenizer is not None and not _shows_noise(family):
         return mask_id, set(tokenizer.get_vocab().values())
     # GIDD's columns after [MASK] are padding; its noise is over all others, whatever the tokenizer
-    return mask_id, set(range(mask_id if family in FAMILIES else columns))
+    count = mask_id if family in FAMILIES else columns
+    return mask_id, set(range(count))
 
 
 def unread(config: dict[str, Any]) -> tuple[str, ...]:
     """The entries of a config.json that are not read; those of a section as section.entry."""
     names = [name.lower() for name in model_names(config)]
+    if GIDD_TYPE in names:
+        return unread_entries(config, READ_BY_GIDD)
     if names:
-        return unread_entries(config, READ_BY_GIDD if GIDD_TYPE in names else (*READ, *HARMLESS))
-    names = list(unread_entries(config, ("tokens", *MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS)))
+        return unread_entries(config, (*READ, *HARMLESS))
+
+    at_the_top = ("tokens", *MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS)
+    unread = list(unread_entries(config, at_the_top))
     for section, read in READ_OF_SECTIONS.items():
-        names += [f"{section}.{key}" for key in unread_entries(config[section], read)]
-    return tuple(names)
+        for key in unread_entries(config[section], read):
+            unread.append(f"{section}.{key}")
+    return tuple(unread)
 
 
 def read_shape(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int, int | None]:
@@ -155,51 +210,74 @@ def read_shape(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int, int | None]
     if not names:
         return "sedd", *_read_sections(config, name), None
 
-    *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
-    causal, time, crossed = (TRUTH(key, config.get(key)) for key in ("causal", "time_conditioning", "cross_attn"))
+    *sizes, length = entries(config, name, COUNT, *SIZES)
+    causal = bool(TRUTH("causal", config.get("causal")))
+    timed = bool(TRUTH("time_conditioning", config.get("time_conditioning")))
     adaptive = TRUTH("adaln", config.get("adaln"))
+    if adaptive is None:
+        adaptive = not causal
     shape = DiTConfig(
         *sizes,
         COUNT("cond_dim", config.get("cond_dim")) or 128,
-        adaptive=not causal if adaptive is None else adaptive,
-        time=bool(time),
+        adaptive=adaptive,
+        time=timed,
     )
     if names[0] in UNIFORM:
         _require_uniform(checkpoint, names[0])
         return names[0], dataclasses.replace(shape, time=True), length, None
 
-    block = COUNT("block_size", config.get("block_size"))
-    sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), checkpoint.options.family)
-    if time and not causal and not sedd and "sedd" in checkpoint.published_name.lower():
-        log.warning("By its name %s is taken as a SEDD; its config does not say. Set family=sedd to decide", name)
-        sedd = True
-    if sedd != bool(time) or (causal and time):
+    sedd = _is_sedd(checkpoint, names, timed and not causal)
+    if sedd != timed or (causal and timed):
         raise DuelError(
-            f"The config.json of {name} has time_conditioning={str(bool(time)).lower()}: SEDD is given the noise "
+            f"The config.json of {name} has time_conditioning={str(timed).lower()}: SEDD is given the noise "
             "level; MDLM, BD3-LM and the AR baseline are not. If it is a SEDD that is, pass family=sedd."
         )
-    if "bd3lm" in names and crossed is None and not causal and block is not None and block < length:
+    block = COUNT("block_size", config.get("block_size"))
+    crossed = TRUTH("cross_attn", config.get("cross_attn"))
+    has_short_block = block is not None and block < length
+    if "bd3lm" in names and crossed is None and not causal and has_short_block:
         raise DuelError(
             f"The config.json of {name} has block_size={block} and no cross_attn: set cross_attn: true for a BD3-LM, "
             "false for a network that sees the whole row."
         )
     if causal:
         return "ar", shape, length, None
-    if not crossed or block is None or block >= length:
+    if not crossed or not has_short_block:
         return "sedd" if sedd else "mdlm", shape, length, None
     if sedd:
         raise DuelError("A block-causal network with time conditioning is not supported: its blocks differ in noise.")
     return "bd3lm", shape, length, block
 
 
+def _is_sedd(checkpoint: Checkpoint, names: list[str], may_be_one: bool) -> bool:
+    """True if config or options say that a network is a SEDD; or its own name, which a warning then says.
+
+    `may_be_one`: it is given the noise level, and is not autoregressive.
+    """
+    parameterization = str(checkpoint.config.get("parameterization")).lower()
+    if "sedd" in (*names, parameterization, checkpoint.options.family):
+        return True
+    by_name = "sedd" in checkpoint.published_name.lower()
+    if may_be_one and by_name:
+        log.warning(
+            "By its name %s is taken as a SEDD; its config does not say. Set family=sedd to decide",
+            checkpoint.name,
+        )
+        return True
+    return False
+
+
 def _read_sections(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
     """The shape and the row length of a SEDD in its authors' layout, which does not count [MASK]."""
-    if not all(isinstance(config[key], dict) for key in ("graph", "model")) or not config["graph"].get("type"):
+    graph = config["graph"]
+    model = config["model"]
+    are_sections = isinstance(graph, dict) and isinstance(model, dict)
+    if not are_sections or not graph.get("type"):
         raise DuelError(f"The config.json of {name} has a graph without a type, or a model without sizes.")
-    if TRUTH("scale_by_sigma", config["model"].get("scale_by_sigma")) is False:
+    if TRUTH("scale_by_sigma", model.get("scale_by_sigma")) is False:
         raise DuelError(f"{name} has scale_by_sigma=false: its output is not the score of the published SEDDs.")
     (tokens,) = entries(config, name, COUNT, "tokens")
-    *sizes, length = entries(config["model"], name, COUNT, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length")
+    *sizes, length = entries(model, name, COUNT, *SEDD_SIZES)
     return DiTConfig(tokens + 1, *sizes, time=True), length
 
 
@@ -215,7 +293,8 @@ def _read_gidd(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int]:
         raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
     if uniform == 1:
         raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
-    return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
+    family = NOISED if uniform else "gidd"
+    return family, DiTConfig(*shape, time=True), length
 
 
 def _require_uniform(checkpoint: Checkpoint, family: str) -> None:
@@ -232,9 +311,18 @@ def _require_uniform(checkpoint: Checkpoint, family: str) -> None:
         log.warning("By its name %s was distilled for sampling in few steps: its bound says little about it", name)
 
 
-def entries(config: dict[str, Any], name: str, kind: ArgumentType, *keys: str) -> list[Any]:
+def entries(
+    config: dict[str, Any],
+    name: str,
+    kind: ArgumentType,
+    *keys: str,
+) -> list[Any]:
     """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
     values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
-    if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
+    missing = []
+    for key, value in zip(keys, values, strict=True):
+        if value is None:
+            missing.append(key)
+    if missing:
         raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
     return values

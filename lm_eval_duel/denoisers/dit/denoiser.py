@@ -70,7 +70,13 @@ class DiTDenoiser(Denoiser):
         self.mask_id = None if family == "ar" else mask_id
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
-        self.excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
+        self.excluded = excluded_columns(
+            tokens - {mask_id},
+            mask_id,
+            self.vocab_size,
+            path,
+            torch.device("cpu"),
+        )
         self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
         self.take(network)
 
@@ -81,7 +87,8 @@ class DiTDenoiser(Denoiser):
     def fill(self) -> DiTDenoiser:
         """Read the weights of its folder."""
         tensors = hub.read_tensors(self.path)
-        if len({key.removeprefix(PREFIX) for key in tensors}) < len(tensors):
+        names = {key.removeprefix(PREFIX) for key in tensors}
+        if len(names) < len(tensors):
             raise DuelError(f"The weights in {self.path} hold a tensor both with and without {PREFIX} in its name.")
         named = {}
         for key, value in tensors.items():
@@ -99,9 +106,11 @@ class DiTDenoiser(Denoiser):
         if self.device.type != "meta":
             self.excluded = self.excluded.to(self.device)
         if self.device.type == "cpu":
-            with torch.no_grad():  # column-major: a third faster on a CPU for dozens of rows and a large vocabulary
-                head = network.output_layer.linear
-                head.weight = torch.nn.Parameter(head.weight.detach().t().contiguous().t())
+            # Column-major, the head is a third faster on a CPU for dozens of rows and a large vocabulary.
+            head = network.output_layer.linear
+            with torch.no_grad():
+                transposed = head.weight.detach().t().contiguous()
+                head.weight = torch.nn.Parameter(transposed.t())
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -122,12 +131,14 @@ class DiTDenoiser(Denoiser):
         sigma: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last layer runs at `columns` (R, M) only; None: at all."""
-        sigma = self._level(ids) if sigma is None else sigma
+        if sigma is None:
+            sigma = self._level(ids)
         if self.attention == "causal":
-            whole = self.network(ids, sigma, causal=True)[0]  # (R, L, D)
+            whole, _ = self.network(ids, sigma, causal=True)  # (R, L, D)
             return whole if columns is None else take(whole, columns)
         mask = None if real is None else real[:, None, None]  # (R, 1, 1, L)
-        return self.network(ids, sigma, mask, columns=columns)[0]
+        features, _ = self.network(ids, sigma, mask, columns=columns)
+        return features
 
     def stream(self, *call: Any) -> tuple[torch.Tensor, list[KeysValues]]:
         return self.stream_at(None, *call, keys=True)
@@ -143,7 +154,15 @@ class DiTDenoiser(Denoiser):
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The last layer runs at `columns` (N, M) only; None: at all. Without `keys`, so do its keys and values."""
         mask = None if seen is None else seen[:, None]  # (N, 1, Q, K + Q)
-        return self.network(ids, self._level(ids), mask, positions=positions, past=past, columns=columns, keys=keys)
+        return self.network(
+            ids,
+            self._level(ids),
+            mask,
+            positions=positions,
+            past=past,
+            columns=columns,
+            keys=keys,
+        )
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.network.output_layer.linear(features)
@@ -169,7 +188,12 @@ class DiTDenoiser(Denoiser):
 class Timed(DiTDenoiser):
     """A network that gets a noise level: that of the time, or under an unmasking rule that of the masked share."""
 
-    def open(self, rows: Rows, generating: bool = False, level: Callable[[Lanes], torch.Tensor] | None = None) -> View:
+    def open(
+        self,
+        rows: Rows,
+        generating: bool = False,
+        level: Callable[[Lanes], torch.Tensor] | None = None,
+    ) -> View:
         """`level(lanes)` (R,): the noise level of each lane, in place of that of the masked share."""
         return TimedView(self, rows, level)
 
@@ -197,7 +221,9 @@ class SEDD(Timed):
     sigma = "clamped"
 
     def noise_level(self, t: torch.Tensor) -> torch.Tensor:
-        return -torch.log1p(-t.clamp(*CLAMP)) if self.sigma == "clamped" else self.schedule(t)
+        if self.sigma == "schedule":
+            return self.schedule(t)
+        return -torch.log1p(-t.clamp(*CLAMP))
 
     def schedule(self, t: torch.Tensor) -> torch.Tensor:
         """sigma(t) of the training schedule; it cancels near t = 1, so t is float64."""
@@ -219,13 +245,23 @@ class TimedView(View):
             return super().positions(lanes)
         return self._evaluate(lanes, *self._input(lanes))  # equal rows may have different levels
 
-    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _extra_inputs(
+        self,
+        lanes: Lanes,
+        shown: torch.Tensor,
+        real: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """The noise level of each row."""
         if self._level is not None:
             return {"sigma": self._level(lanes).float()}
         return self.denoiser.noise_inputs(self.masked_share(lanes, shown, real))
 
-    def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def masked_share(
+        self,
+        lanes: Lanes,
+        shown: torch.Tensor,
+        real: torch.Tensor,
+    ) -> torch.Tensor:
         """The masked share of the row, or under `bos="official"` that of the scored positions, float64 (R,)."""
         masked = (real & ~shown).sum(1)  # (R,)
         counted = self.rows.length[lanes.row]  # (R,)

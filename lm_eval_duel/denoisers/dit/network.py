@@ -43,9 +43,8 @@ class DiTConfig:
 
 def rotary(positions: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of the rotation at `positions` (R, L), (R, 1, L, head) each."""
-    frequency = 10_000.0 ** -(
-        torch.arange(0, head, 2, device=positions.device, dtype=torch.float32) / head
-    )  # (head / 2,)
+    index = torch.arange(0, head, 2, device=positions.device, dtype=torch.float32)  # (head / 2,)
+    frequency = 10_000.0 ** -(index / head)
     angle = positions[:, None, :, None].float() * frequency  # (R, 1, L, head / 2)
     angle = torch.cat([angle, angle], dim=3)  # (R, 1, L, head)
     return angle.cos(), angle.sin()
@@ -73,6 +72,11 @@ class TimeEmbedding(nn.Module):
         angle = sigma.float()[:, None] * torch.exp(-math.log(10_000) * steps)  # (R, half)
         wave = torch.cat([angle.cos(), angle.sin()], dim=1)  # (R, 256)
         return F.silu(self.mlp(wave.to(self.mlp[0].weight.dtype)))
+
+
+def at_columns(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The rows `columns` (R, M) of a plane that all heads share, (R, 1, L, ...) -> (R, 1, M, ...)."""
+    return take(plane[:, 0], columns)[:, None]
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -114,10 +118,12 @@ class Block(nn.Module):
             q = rotate(q, cos, sin)
         else:  # queries are needed at a few positions only, keys and values at all
             width = y.shape[2]
-            k, v = self.split(F.linear(y, self.attn_qkv.weight[width:]), 2)
-            (q,) = self.split(F.linear(take(y, columns), self.attn_qkv.weight[:width]), 1)
-            q = rotate(q, *(take(wave[:, 0], columns)[:, None] for wave in (cos, sin)))
-            mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
+            weight = self.attn_qkv.weight
+            k, v = self.split(F.linear(y, weight[width:]), 2)
+            (q,) = self.split(F.linear(take(y, columns), weight[:width]), 1)
+            q = rotate(q, at_columns(cos, columns), at_columns(sin, columns))
+            if mask is not None and mask.shape[2] > 1:
+                mask = at_columns(mask, columns)
         k = rotate(k, cos, sin)
         keys_values = (k, v)  # of this call, which a cache keeps
         k, v = joined(past, k, v)
@@ -186,7 +192,9 @@ class DiT(nn.Module):
         """The time condition (R, condition) of noise levels (R,); of level 0 if the network ignores time."""
         if self.sigma_map is None:
             return None
-        return self.sigma_map(sigma if self.config.time else torch.zeros_like(sigma))
+        if not self.config.time:
+            sigma = torch.zeros_like(sigma)
+        return self.sigma_map(sigma)
 
     def forward(
         self,
@@ -208,13 +216,16 @@ class DiT(nn.Module):
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         condition = self.condition(sigma)
-        cos, sin = rotary(positions, self.config.width // self.config.heads)
         x = F.embedding(ids, self.vocab_embed["embedding"])  # (R, L, D)
+        cos, sin = rotary(positions, self.config.width // self.config.heads)
+        cos = cos.to(x.dtype)
+        sin = sin.to(x.dtype)
+        last = len(self.blocks) - 1
         keys_values = []
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]
-            only = columns if n == len(self.blocks) - 1 else None
-            x, layer = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only, keys)
+            only = columns if n == last else None
+            x, layer = block(x, condition, cos, sin, mask, causal, before, only, keys)
             if keys:
                 keys_values.append(layer)
         return self.output_layer.features(x, condition), keys_values

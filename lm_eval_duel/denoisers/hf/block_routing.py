@@ -25,7 +25,10 @@ EPS = 1e-20  # in the sum of a token's weights, as in the router of transformers
 
 def install(model: Any, capacity: int) -> None:
     """Route every layer with experts by block; raises DuelError for a capacity that the network cannot have."""
-    gates = [module.gate for module in model.modules() if hasattr(module, "experts") and hasattr(module, "gate")]
+    gates = []
+    for module in model.modules():
+        if hasattr(module, "experts") and hasattr(module, "gate"):
+            gates.append(module.gate)
     for gate in gates:
         experts = len(gate.weight)
         if not gate.top_k <= capacity <= experts:
@@ -50,44 +53,71 @@ class BlockRouting:
         """Find the blocks of a call from its attention mask (P or 1, 1, Q, K + Q), 0 where a query sees a key."""
         ids = kwargs["input_ids"]  # (P, Q)
         mask = kwargs["attention_mask"]
-        seen = mask[:, 0, :, -ids.shape[1] :] == 0  # (P or 1, Q, Q) without the kept keys, which are routed already
+        queries = ids.shape[1]
+        # The kept keys are left out: their tokens were routed when they were evaluated.
+        seen = mask[:, 0, :, -queries:] == 0  # (P or 1, Q, Q)
         self.block = blocks_of(seen, len(ids))
 
-    def route(self, gate: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def route(
+        self,
+        gate: Any,
+        args: tuple[Any, ...],
+        output: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
         """The output of a router, with experts chosen by block."""
         hidden = args[0].flatten(0, -2)  # (T, D)
         logits = F.linear(hidden.float(), gate.weight.float())  # (T, E)
         scores = logits.sigmoid()  # (T, E)
-        assert self.block is not None  # `enter` came first
         # The correction balances the load: it decides which experts run, and is not part of their weights.
         corrected = scores + gate.e_score_correction_bias  # (T, E)
-        chosen = choose(corrected, self.block.to(scores.device), self.capacity, gate.top_k)  # (T, k)
+
+        assert self.block is not None  # `enter` came first
+        block = self.block.to(scores.device)
+        chosen = choose(corrected, block, self.capacity, gate.top_k)  # (T, k)
         weights = scores.gather(1, chosen)  # (T, k)
         if gate.top_k > 1:
             weights = weights / (weights.sum(1, keepdim=True) + EPS)
         weights = weights * gate.routed_scaling_factor
-        return (logits, weights, chosen) if len(output) == 3 else (chosen, weights)  # transformers 5, or 4
+
+        if len(output) == 3:  # transformers 5
+            return logits, weights, chosen
+        return chosen, weights
 
 
 def blocks_of(seen: torch.Tensor, rows: int) -> torch.Tensor:
-    """A number for the block of each token, (T,), given which queries see which of a call's own keys (P or 1, Q, Q)."""
+    """A number for the block of each token, (T,), given which queries see which of a call's own keys (P or 1, Q, Q).
+
+    The number is the index, among all tokens of the call, of the block's first position.
+    """
+    length = seen.shape[1]
     mutual = seen & seen.transpose(1, 2)  # (P or 1, Q, Q)
-    # padding, and a position of a short last block, may see nothing: it is a block of its own
-    mutual |= torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)
-    first = mutual.long().argmax(2).expand(rows, -1)  # (P, Q) the first position of the block
-    before = torch.arange(rows, device=seen.device)[:, None] * seen.shape[1]  # (P, 1)
-    return (before + first).flatten()
+    # Padding, and a position of a short last block, may see nothing: it is a block of its own.
+    mutual |= torch.eye(length, dtype=torch.bool, device=seen.device)
+    first = mutual.long().argmax(2)  # (P or 1, Q) in its row: argmax takes the first of equal ones
+    before = torch.arange(rows, device=seen.device) * length  # (P,)
+    number = before[:, None] + first  # (P, Q)
+    return number.flatten()
 
 
-def choose(scores: torch.Tensor, block: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
+def choose(
+    scores: torch.Tensor,
+    block: torch.Tensor,
+    capacity: int,
+    count: int,
+) -> torch.Tensor:
     """The `count` experts of each token (T, count), given corrected scores (T, E) and the blocks (T,)."""
-    number, index = block.unique(return_inverse=True)  # (blocks,), (T,)
-    # the experts of a block: those with the largest score that any of its tokens gives them
+    number, block_of_token = block.unique(return_inverse=True)  # (blocks,), (T,)
+
+    # An expert is as good for a block as the largest score that any of its tokens gives it.
     best = scores.new_full((len(number), scores.shape[1]), -torch.inf)  # (blocks, E)
-    best = best.scatter_reduce(0, index[:, None].expand_as(scores), scores, "amax")
+    into = block_of_token[:, None].expand_as(scores)  # (T, E)
+    best = best.scatter_reduce(0, into, scores, "amax")
+
+    shared = lowest_first(best)[:, :capacity]  # (blocks, capacity)
     allowed = torch.zeros_like(best, dtype=torch.bool)  # (blocks, E)
-    allowed.scatter_(1, lowest_first(best)[:, :capacity], True)
-    return lowest_first(scores.masked_fill(~allowed[index], -torch.inf))[:, :count]
+    allowed.scatter_(1, shared, True)
+    among_allowed = scores.masked_fill(~allowed[block_of_token], -torch.inf)  # (T, E)
+    return lowest_first(among_allowed)[:, :count]
 
 
 def lowest_first(scores: torch.Tensor) -> torch.Tensor:

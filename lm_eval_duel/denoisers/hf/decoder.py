@@ -67,7 +67,10 @@ class Decoder(Pretrained):
             self.maskless = True
             unmasked = self.features(rows, None)
         self.maskless = False
-        return bool(layers) and self_tests.difference_of(masked, unmasked) <= self_tests.noise_alone(self, unmasked)
+
+        difference = self_tests.difference_of(masked, unmasked)
+        noise = self_tests.noise_alone(self, unmasked)
+        return bool(layers) and difference <= noise
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -105,7 +108,8 @@ class Decoder(Pretrained):
         return self._features(ids, positions, seen, clean), clean.new
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
+        # accelerate moves the input to the head's device, which may be another one
+        return self.model.lm_head(features).to(self.device)  # (U, V)
 
     def _features(
         self,
@@ -116,12 +120,19 @@ class Decoder(Pretrained):
     ) -> torch.Tensor:
         """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q), None: all of it."""
         mask = None if seen is None else self.additive_mask(seen)  # (N or 1, 1, Q, K + Q)
-        call = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, self.cache_name: clean}
-        out = self.model.base_model(**call, use_cache=False)
+        out = self.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=False,
+            **{self.cache_name: clean},
+        )
         return out.last_hidden_state.to(self.device)
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), "denoiser": f"{self.family} as {type(self.model).__name__}"}
+        described = super().describe()
+        described["denoiser"] = f"{self.family} as {type(self.model).__name__}"
+        return described
 
 
 class CleanKeys:
@@ -132,11 +143,17 @@ class CleanKeys:
         self.new: list[KeysValues] = []
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *ignored: Any, **also_ignored: Any
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: int,
+        *ignored: Any,
+        **also_ignored: Any,
     ) -> KeysValues:
         """Keys and values (N, H, K + Q, D / H) that the layer attends to."""
         self.new.append((keys, values))
-        return joined(None if self.past is None else self.past[layer], keys, values)
+        past = None if self.past is None else self.past[layer]
+        return joined(past, keys, values)
 
     def get_seq_length(self, *ignored: Any) -> int:
         """0: every call passes its positions."""
@@ -145,7 +162,7 @@ class CleanKeys:
 
 def unfilled(checkpoint: Checkpoint) -> StoredDecoder:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly."""
-    family = checkpoint.layout
+    family = checkpoint.family_entry
     config = checkpoint.config
     options = checkpoint.options
     model_config = make_config(family, config, options)
@@ -153,27 +170,46 @@ def unfilled(checkpoint: Checkpoint) -> StoredDecoder:
     options.refuse(family.name, "sigma")
     if denoiser.attention != "causal_prefix":
         options.refuse(family.name, "first_token")
-    denoiser.set_row_length(trained_positions(family, model_config.max_position_embeddings, config))
-    denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
+    positions = trained_positions(family, model_config.max_position_embeddings, config)
+    denoiser.set_row_length(positions)
+    class_name = CLASSES.get(family.native, f"{family.native}ForCausalLM")
+    denoiser.kind = getattr(transformers, class_name)
     denoiser.model_config = model_config
+
     denoiser.unread_entries = unread_entries(config, family.known_entries())
     refuse = family.closed and options.family is None
     name_unread(config, denoiser.unread_entries, options.name, family.name, refuse)
     return denoiser
 
 
-def make_config(family: Family, config: dict[str, Any], options: LoadOptions) -> Any:
+def make_config(
+    family: Family,
+    config: dict[str, Any],
+    options: LoadOptions,
+) -> Any:
     """The native config, with full attention in every layer and the checkpoint's rotary positions."""
     entries = native_config(family, config, options.name)
-    entries |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None, "use_cache": False}
+    entries |= {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "use_cache": False,
+    }
+
     rope = entries.get("rope_parameters") or {}
     if "rope_theta" in rope:
         entries.setdefault("rope_theta", rope["rope_theta"])
     if not isinstance(entries.get("rope_scaling"), dict):
         entries["rope_scaling"] = None
-        if rope.get("rope_type", "default") != "default" and transformers.__version__.startswith("4."):
-            entries["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}  # its name
-    model_config = getattr(transformers, f"{family.native}Config")(**entries)
+        is_scaled = rope.get("rope_type", "default") != "default"
+        if is_scaled and transformers.__version__.startswith("4."):
+            # transformers 4 reads them under this name, and theta beside it
+            scaling = dict(rope)
+            scaling.pop("rope_theta", None)
+            entries["rope_scaling"] = scaling
+
+    config_class = getattr(transformers, f"{family.native}Config")
+    model_config = config_class(**entries)
     model_config._attn_implementation = "sdpa"
     return model_config
 
@@ -196,6 +232,7 @@ def native_config(family: Family, config: Config, name: str) -> Config:
     for key, value in defaults.items():
         if entries.get(key) is None:
             entries[key] = value
+
     missing = []
     for key in (*NEEDED[family.native], *family.needs):
         in_file = family.entries.get(key)  # the family's name of this entry, if it has another one
@@ -207,12 +244,16 @@ def native_config(family: Family, config: Config, name: str) -> Config:
             f"The config.json of {name} has no {', '.join(missing)}, which the family {family.name} "
             f"({family.native} of transformers) needs. Use another family=, or add the values of its training."
         )
+
     entries |= family.translate_config(config)
     heads = entries["num_attention_heads"]
-    entries["num_key_value_heads"] = entries.get("num_key_value_heads") or heads
-    entries["head_dim"] = entries.get("head_dim") or entries["hidden_size"] // heads
-    if entries.get(weights.CONFIG_KEY):
-        entries[weights.CONFIG_KEY] = native_scheme(family, entries[weights.CONFIG_KEY])
+    if not entries.get("num_key_value_heads"):
+        entries["num_key_value_heads"] = heads
+    if not entries.get("head_dim"):
+        entries["head_dim"] = entries["hidden_size"] // heads
+    scheme = entries.get(weights.CONFIG_KEY)
+    if scheme:
+        entries[weights.CONFIG_KEY] = native_scheme(family, scheme)
     return entries
 
 
@@ -220,9 +261,14 @@ def native_scheme(family: Family, scheme: dict[str, Any]) -> dict[str, Any]:
     """A quantization whose lists of modules that stay unquantized have the native names."""
     native = dict(scheme)
     for key in UNQUANTIZED:
-        if isinstance(scheme.get(key), list):
+        modules = scheme.get(key)
+        if not isinstance(modules, list):
+            continue
+        native[key] = []
+        for module in modules:
             # with a dot, as the patterns of names are those of tensors
-            native[key] = [family.native_name(f"{module}.").removesuffix(".") for module in scheme[key]]
+            name = family.native_name(f"{module}.")
+            native[key].append(name.removesuffix("."))
     return native
 
 
@@ -231,7 +277,8 @@ def native_tensors(family: Family, tensors: Tensors, config: Config) -> tuple[Te
     renamed: Tensors = {}
     origin: dict[str, str] = {}
     for key, value in tensors.items():
-        for part, content in family.translate_tensors({key: value}, config).items():
+        parts = family.translate_tensors({key: value}, config)
+        for part, content in parts.items():
             native = family.native_name(part)
             if native in renamed:
                 raise DuelError(
@@ -248,13 +295,15 @@ class StoredDecoder(Decoder):
 
     def read(self) -> Any:
         """The network with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
-        family = self.layout
+        family = self.family_entry
         config = self.config
         model_config = self.model_config
         options = weights.fetch_adapter(self.options)
         self.options = options
-        model_kwargs = special_kwargs(config, options)
-        stored = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(IGNORED)}
+        stored = {}
+        for key, value in hub.read_tensors(options.name).items():
+            if not key.endswith(IGNORED):
+                stored[key] = value
         tensors, origin = native_tensors(family, stored, config)
 
         table = tensors.get(TABLES.get(family.native, TABLE))
@@ -266,20 +315,14 @@ class StoredDecoder(Decoder):
         if dtype == torch.float64:
             model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
 
-        # Every tensor is compared before anything is loaded: transformers would fuse experts that are not numbered
-        # from 0 without an error. Packed weights have other shapes, and transformers compares them.
         what = f"The weights in {options.name} do not fill {self.kind.__name__}"
         packed = hasattr(model_config, weights.CONFIG_KEY)
-        if not packed:
-            with torch.device("meta"):
-                expected = _unfused_shapes(self.kind(model_config))
-            if model_config.tie_word_embeddings and HEAD not in tensors:
-                expected.pop(HEAD, None)
-            actual = {key: tuple(value.shape) for key, value in tensors.items()}
-            hub.require_equal(what, expected, actual, lambda key: origin.get(key, key))
+        if not packed:  # packed weights have other shapes, and transformers compares them
+            self._require_equal(what, tensors, origin)
 
-        # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
+        # Quantized files may hold more than tensors (torchao's metadata), which only transformers can read.
         from_files = packed and not family.rename
+        model_kwargs = special_kwargs(config, options)
         if not from_files:
             model_kwargs["state_dict"] = tensors
         with quiet_transformers():
@@ -291,14 +334,32 @@ class StoredDecoder(Decoder):
                 output_loading_info=True,
                 **model_kwargs,
             )
-        tied = {HEAD} if model_config.tie_word_embeddings else set()
+        missing = set(report["missing_keys"])
+        if model_config.tie_word_embeddings:
+            missing.discard(HEAD)
         unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
-        hub.require_none(what, set(report["missing_keys"]) - tied, unknown, misshapen(report))
-        model = model if "device_map" in model_kwargs else model.to(options.device)
+        hub.require_none(what, missing, unknown, misshapen(report))
+
+        if "device_map" not in model_kwargs:
+            model = model.to(options.device)
         model = weights.merge_adapter(model, options.peft, family)
         family.finish(model, config)  # after the adapter, which knows nothing of hooks
         self_tests.rotary_frequencies(model, model_config, options.name)
         return model
+
+    def _require_equal(self, what: str, tensors: Tensors, origin: dict[str, str]) -> None:
+        """Raise DuelError, starting with `what`, unless these are the tensors of the network, by name and shape.
+
+        Every tensor is compared before anything is loaded: transformers would fuse experts that are not numbered from
+        0 without an error. `origin`: the name of each tensor in the file.
+        """
+        with torch.device("meta"):
+            empty = self.kind(self.model_config)
+            expected = _unfused_shapes(empty)
+        if self.model_config.tie_word_embeddings and HEAD not in tensors:
+            expected.pop(HEAD, None)
+        actual = {key: tuple(value.shape) for key, value in tensors.items()}
+        hub.require_equal(what, expected, actual, lambda key: origin.get(key, key))
 
 
 def _unfused_shapes(network: torch.nn.Module) -> dict[str, hub.Shape]:
@@ -313,8 +374,11 @@ def _unfused_shapes(network: torch.nn.Module) -> dict[str, hub.Shape]:
             shapes[key] = tuple(value.shape)
             continue
         experts, rows, width = value.shape  # (E, 2 F, D) or (E, D, F)
-        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        names = ["down_proj"]
+        if part == "gate_up_proj":
+            names = ["gate_proj", "up_proj"]
+        shape = (rows // len(names), width)
         for expert in range(experts):
             for name in names:
-                shapes[f"{before}.experts.{expert}.{name}.weight"] = (rows // len(names), width)
+                shapes[f"{before}.experts.{expert}.{name}.weight"] = shape
     return shapes

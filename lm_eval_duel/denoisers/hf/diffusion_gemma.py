@@ -67,14 +67,18 @@ def unfilled(checkpoint: Checkpoint) -> Pretrained:
     text = model_config.text_config
     denoiser: Encoder | Canvases
     if options.attention == "causal":
-        denoiser = Encoder(dataclasses.replace(checkpoint, family=ENCODER), text.vocab_size)
+        as_encoder = dataclasses.replace(checkpoint, family=ENCODER)
+        denoiser = Encoder(as_encoder, text.vocab_size)
     else:
         for name, why in REFUSED_BY_DECODER.items():
             options.refuse(NAME, name, why=why)
         denoiser = Canvases(model_config, checkpoint)
-    denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
-    # a row's last token is predicted by the encoder, but never its input
-    denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
+    image_ids = {getattr(model_config, name) for name in IMAGE_IDS}
+    denoiser.image_ids = frozenset(image_ids - {None})
+    positions = text.max_position_embeddings
+    if options.attention == "causal":
+        positions += 1  # a row's last token is predicted by the encoder, but never its input
+    denoiser.set_row_length(positions)
     denoiser.kind = kind
     denoiser.model_config = model_config
     return denoiser
@@ -96,7 +100,11 @@ class Encoder(CausalLM):
         encoder: torch.nn.Module = self.model.model.encoder
         return encoder
 
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    def features(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+    ) -> torch.Tensor:
         return self.layers(input_ids=ids).last_hidden_state.to(self.device)  # (R, L, D)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -113,12 +121,14 @@ class Canvases(Pretrained):
     honours_padding = True  # canvases after other clean tokens are other calls, so there is no padding
 
     def __init__(self, model_config: Any, checkpoint: Checkpoint):
-        super().__init__(dataclasses.replace(checkpoint, family=CANVAS, tokenizer=None), None)
+        without_tokenizer = dataclasses.replace(checkpoint, family=CANVAS, tokenizer=None)
+        super().__init__(without_tokenizer, None)
         options = checkpoint.options
         tokenizer = checkpoint.tokenizer
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:
-            require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
+            tokens = set(tokenizer.get_vocab().values())
+            require_fit(tokens, None, columns, self.path)
         self.vocab_size = columns
         self.tokens = set(range(columns))  # noise is over all columns
         self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
@@ -150,18 +160,26 @@ class Canvases(Pretrained):
         if not appended.shape[1]:
             return logits
         token, shift, temperature = appended.unbind(1)  # (U,) each
-        logits = logits.scatter_add(1, token.long()[:, None], shift[:, None].to(logits.dtype))
-        return logits / temperature[:, None].to(logits.dtype)
+        shift = shift[:, None].to(logits.dtype)  # (U, 1)
+        temperature = temperature[:, None].to(logits.dtype)  # (U, 1)
+        logits = logits.scatter_add(1, token.long()[:, None], shift)
+        return logits / temperature
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "part": "decoder"}
 
     def encode(self, ids: torch.Tensor, past: Any = None) -> Any:
         """The keys and values of `past` and of clean ids (1, L) after it; `past` is extended in place."""
-        return self.model.model.encoder(input_ids=ids, **{self.cache_name: past}).past_key_values
+        encoder = self.model.model.encoder
+        kept = {self.cache_name: past}
+        return encoder(input_ids=ids, **kept).past_key_values
 
     def decode(
-        self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None, signal: torch.Tensor | None = None
+        self,
+        canvases: torch.Tensor,
+        past: Any,
+        before: torch.Tensor | None,
+        signal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens of one row, whose keys are `past`.
 
@@ -188,24 +206,31 @@ class Canvases(Pretrained):
         `temperature`: of each lane, float64 (R,). The logits are made in chunks of positions, as the class makes all.
         """
         embed = self.model.model.decoder.embed_tokens
-        flat = features.flatten(0, 1)  # (R W, D)
-        each = temperature.repeat_interleave(features.shape[1])  # (R W,)
-        parts = []
-        for part, divisor in zip(flat.split(SIGNAL_ROWS), each.split(SIGNAL_ROWS), strict=True):
-            logits = self.head(part)  # (c, V)
+        table = embed.weight  # (V, D)
+        scale = embed.embed_scale.to(table)
+        chunks = features.flatten(0, 1).split(SIGNAL_ROWS)  # (c, D) each
+        of_positions = temperature.repeat_interleave(features.shape[1])  # (R W,)
+        means = []
+        for chunk, divisor in zip(chunks, of_positions.split(SIGNAL_ROWS), strict=True):
+            logits = self.head(chunk)  # (c, V)
             logits = logits / divisor[:, None].to(logits.dtype)
             # as in the class: probabilities in float32, and the product in the dtype of the table
-            share = logits.softmax(1, dtype=torch.float32).to(embed.weight)  # (c, V)
-            parts.append((share @ embed.weight * embed.embed_scale.to(embed.weight)).to(self.device))
-        return torch.cat(parts).view_as(features)
+            share = logits.softmax(1, dtype=torch.float32).to(table)  # (c, V)
+            mean = share @ table * scale  # (c, D)
+            means.append(mean.to(self.device))
+        return torch.cat(means).view_as(features)
 
     def _require_separate_canvases(self) -> None:
         """Raise DuelError if canvases of one call influence each other, or logits are not finite."""
-        rows = random_rows(self, min(self.block or 1, self_tests.LENGTH) + 1)  # (2, W + 1)
+        width = min(self.block or 1, self_tests.LENGTH)
+        rows = random_rows(self, width + 1)  # (2, W + 1)
         past = self.encode(rows[:1, :1])
-        logits = [self.head(self.decode(part, past, None)[0]) for part in (rows[:, 1:], rows[:1, 1:])]  # (W, V) each
-        self_tests.require_finite(logits[0], self.path)
-        if not self_tests.difference_of(*logits) <= self_tests.noise_in_company(self, logits[0]):
+        canvases = rows[:, 1:]  # (2, W)
+        in_company = self.head(self.decode(canvases, past, None)[0])  # (W, V)
+        alone = self.head(self.decode(canvases[:1], past, None)[0])  # (W, V)
+        self_tests.require_finite(in_company, self.path)
+        difference = self_tests.difference_of(in_company, alone)
+        if not difference <= self_tests.noise_in_company(self, in_company):
             raise DuelError(f"Canvases in one call of {self.path} influence each other.")
 
 
@@ -228,14 +253,21 @@ class CanvasView(NoiseView):
         return lanes.start + lanes.width
 
     def features(
-        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+        self,
+        lanes: Lanes,
+        noisy: torch.Tensor,
+        t: torch.Tensor,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result = None
-        for row, start in torch.stack([lanes.row, lanes.start], 1).unique(dim=0).tolist():  # canvases, in order
-            at = ((lanes.row == row) & (lanes.start == start)).nonzero()[:, 0]  # (r,)
+        canvases = torch.stack([lanes.row, lanes.start], 1).unique(dim=0)  # (n, 2) in order
+        for row, start in canvases.tolist():
+            of_canvas = (lanes.row == row) & (lanes.start == start)  # (R,)
+            at = of_canvas.nonzero()[:, 0]  # (r,)
             width = int(lanes.width[at[0]])
             earlier = None if before is None else before[at, :width]
-            part = self.denoiser.decode(noisy[at, :width], self._clean(row, start), earlier)  # (r, W, D)
+            past = self._clean(row, start)
+            part = self.denoiser.decode(noisy[at, :width], past, earlier)  # (r, W, D)
             self.forwards += 1
             self.evaluated += len(at)
             if result is None:
@@ -249,10 +281,10 @@ class CanvasView(NoiseView):
         if row != self._row or end < self._end:
             self._forget(row)
         if end > self._end:
-            begin = self._end
+            ids = self.rows.ids[row : row + 1, self._end : end]  # (1, n)
             past = self._past
             self._forget()  # an encode that fails leaves `past` partly extended
-            past = self.denoiser.encode(self.rows.ids[row : row + 1, begin:end], past)
+            past = self.denoiser.encode(ids, past)
             self._row = row
             self._end = end
             self._past = past
@@ -278,18 +310,22 @@ class CommitOnceView(View):
 
     @property
     def carries(self) -> int:  # type: ignore[override]
-        return int(self.denoiser.model_config.text_config.hidden_size) if self.how.self_conditioning else 0
+        if not self.how.self_conditioning:
+            return 0
+        return int(self.denoiser.model_config.text_config.hidden_size)
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         return lanes.start + lanes.width
 
     def positions(self, lanes: Lanes) -> Positions:
         columns = lanes.columns  # (R, W)
-        inside = torch.arange(columns.shape[1], device=columns.device) < lanes.width[:, None]  # (R, W)
+        place = torch.arange(columns.shape[1], device=columns.device)  # (W,)
+        inside = place < lanes.width[:, None]  # (R, W)
         shows_noise = inside & (lanes.tokens < 0)  # (R, W)
         share = shows_noise.sum(1).double() / lanes.width  # (R,)
         noise = self.denoiser.noise_training.noise  # type: ignore[union-attr]
-        noisy = masked_tokens(noise, self._tokens, None, share, self.noise_keys(lanes, columns))  # (R, W)
+        keys = self.noise_keys(lanes, columns)
+        noisy = masked_tokens(noise, self._tokens, None, share, keys)  # (R, W)
         canvases = torch.where(shows_noise, noisy, lanes.tokens.clamp(min=0))  # (R, W)
         every = self._decoded(lanes, canvases, self._signal(lanes))  # (R, W, D)
         carried = (every,) if self.how.self_conditioning else ()
@@ -299,12 +335,15 @@ class CommitOnceView(View):
         temperature = self.how.temperature(lanes.step)[lane]  # (C,)
         shift = torch.zeros_like(temperature)  # (C,) of the logit of the position's own noise token
         if self.how.leave_one_out:
-            level = noise.level(share[:, None], 1 - share[:, None])
-            shift = as_plugin(level, torch.zeros_like(share[:, None], dtype=torch.bool))[lane, 0]
+            t = share[:, None]  # (R, 1)
+            level = noise.level(t, 1 - t)
+            no_mask = torch.zeros_like(t, dtype=torch.bool)
+            shift = as_plugin(level, no_mask)[lane, 0]
         if self.how.leave_one_out or self.how.temperatures is not None:
             # Rules and scores call the head with features alone, so what it needs besides them is appended.
             shown = canvases[lane, position].double()  # (C,)
-            features = torch.cat([features.double(), torch.stack([shown, shift, temperature], 1)], 1)  # (C, D + 3)
+            appended = torch.stack([shown, shift, temperature], 1)  # (C, 3)
+            features = torch.cat([features.double(), appended], 1)  # (C, D + 3)
         each = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,) the clean tokens differ from the canvas
         return Positions(features, each, no_ties, carried)
@@ -315,18 +354,27 @@ class CommitOnceView(View):
         if not lanes.carried or not later.any():
             return None
         before = lanes.carried[0]  # (R, W, D)
+        temperature = self.how.temperature(lanes.step[later] - 1)  # (r,) of the step before
         signal = torch.zeros_like(before)
-        signal[later] = self.denoiser.signal(before[later], self.how.temperature(lanes.step[later] - 1))
+        signal[later] = self.denoiser.signal(before[later], temperature)
         return signal
 
-    def _decoded(self, lanes: Lanes, canvases: torch.Tensor, signal: torch.Tensor | None) -> torch.Tensor:
+    def _decoded(
+        self,
+        lanes: Lanes,
+        canvases: torch.Tensor,
+        signal: torch.Tensor | None,
+    ) -> torch.Tensor:
         """The input of the LM head at all positions of canvases (R, W), (R, W, D)."""
         together: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for lane, (row, start, width) in enumerate(torch.stack([lanes.row, lanes.start, lanes.width], 1).tolist()):
-            together.setdefault((self._before(row, start), width), []).append(lane)
+        canvas_of_lane = torch.stack([lanes.row, lanes.start, lanes.width], 1)  # (R, 3)
+        for lane, (row, start, width) in enumerate(canvas_of_lane.tolist()):
+            clean = self._before(row, start)
+            together.setdefault((clean, width), []).append(lane)
         used = {clean for clean, _ in together}
         for clean in self._prefixes.keys() - used:
             del self._prefixes[clean]
+
         result = None
         for (clean, width), at in together.items():
             shown = canvases[at, :width]  # (r, W)
@@ -355,11 +403,12 @@ class CommitOnceView(View):
     def _past(self, clean: tuple[int, ...]) -> Any:
         """The keys and values of clean tokens: those of the longest beginning that is kept, extended."""
         if clean not in self._prefixes:
-            begun = [kept for kept in self._prefixes if clean[: len(kept)] == kept]
-            longest = max(begun, key=len, default=())
+            beginnings = [kept for kept in self._prefixes if clean[: len(kept)] == kept]
+            longest = max(beginnings, key=len, default=())
             past = extended(self._prefixes[longest]) if longest else None
-            rest = torch.tensor([clean[len(longest) :]], device=self.rows.ids.device)  # (1, n)
-            self._prefixes[clean] = self.denoiser.encode(rest, past)
+            rest = clean[len(longest) :]
+            ids = torch.tensor([rest], device=self.rows.ids.device)  # (1, n)
+            self._prefixes[clean] = self.denoiser.encode(ids, past)
             self.forwards += 1
         return self._prefixes[clean]
 
@@ -374,7 +423,8 @@ def extended(past: Any) -> Any:
 def capped(model: Any, features: torch.Tensor) -> torch.Tensor:
     """Logits (U, V) of features (U, D): the head and its soft cap, in float32 or better."""
     logits = model.lm_head(features)
-    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+    if logits.dtype.itemsize < 4:
+        logits = logits.float()
     cap = model.final_logit_softcapping
     capped_logits: torch.Tensor = (logits / cap).tanh() * cap
     return capped_logits

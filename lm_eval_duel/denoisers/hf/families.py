@@ -36,7 +36,7 @@ class Family:
     mask_id: int | None = None
     bos: str = "none"  # the special tokens that texts have
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
-    unscaled: bool = False  # rows end where the config scales queries by position, which the native class does not
+    unscaled: bool = False  # rows end where the config begins to scale queries, which the native class does not
 
     # ------------------------------------------------------------ its blocks
 
@@ -77,13 +77,15 @@ class Family:
         """The entries of a config.json, as key=value, with which this is not the network of the native class."""
         changed = []
         for key, right in self.released.items():
-            if config.get(key) is not None and not _is_right(config[key], right):
-                changed.append(f"{key}={config[key]!r}")
+            value = config.get(key)
+            if value is not None and not _is_right(value, right):
+                changed.append(f"{key}={value!r}")
         return changed
 
     def known_entries(self) -> set[str]:
         """The entries of a config.json that the native class or this family reads, or that change no number."""
-        native = inspect.signature(getattr(transformers, f"{self.native}Config")).parameters
+        native_class = getattr(transformers, f"{self.native}Config")
+        native = inspect.signature(native_class).parameters
         family = {*self.entries.values(), *self.values, *self.needs, *self.reads, *self.block_keys}
         return {*native, *family, *self.released, *self.harmless, *READ, *OVERRIDDEN}
 
@@ -96,58 +98,140 @@ class Family:
         return key
 
 
-# In the tuples below, *(...) puts several names on a line.
 READ = (  # entries that are read for every family, whether or not the native class declares them
-    *("mask_token_id", "right_shift_logits", "quantization_config", "head_dim"),
-    *("rope_theta", "rope_scaling", "rope_parameters"),
+    "mask_token_id",
+    "right_shift_logits",
+    "quantization_config",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
 )
 # Entries that are overridden: every layer gets full attention.
 OVERRIDDEN = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _REASONS: dict[str, tuple[str, ...]] = {  # entries that change no number of a network in evaluation mode, by reason
     "names, versions and where files are": (
-        *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "transformers_version"),
-        *("transformers_weights", "custom_pipelines", "base_model_name_or_path", "pretrained_model_path"),
-        *("llm_model_path", "tokenizer_class"),
+        "_name_or_path",
+        "_commit_hash",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "transformers_version",
+        "transformers_weights",
+        "custom_pipelines",
+        "base_model_name_or_path",
+        "pretrained_model_path",
+        "llm_model_path",
+        "tokenizer_class",
     ),
     "the file's dtype, which `dtype=` overrides": ("dtype", "torch_dtype", "precision"),
     "heads of classifiers": (
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "classifier_dropout"),
-        *("classifier_pooling", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "classifier_dropout",
+        "classifier_pooling",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
     ),
     "what a call returns, and whether it keeps keys": (
-        *("return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_router_logits"),
-        *("use_cache", "keys_to_ignore_at_inference"),
+        "return_dict",
+        "use_return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "use_cache",
+        "keys_to_ignore_at_inference",
     ),
     "initial weights": (
-        *("initializer_range", "initializer_factor", "init_std", "init_fn", "init_device", "init_cutoff_factor"),
+        "initializer_range",
+        "initializer_factor",
+        "init_std",
+        "init_fn",
+        "init_device",
+        "init_cutoff_factor",
     ),
     "dropout, which is off": (
-        *("dropout", "attention_dropout", "embedding_dropout", "residual_dropout", "output_dropout", "hidden_dropout"),
-        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "dropout",
+        "attention_dropout",
+        "embedding_dropout",
+        "residual_dropout",
+        "output_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
         "summary_first_dropout",
     ),
     "losses and training": (
-        *("router_aux_loss_coef", "aux_loss_alpha", "gradient_checkpointing", "fuse_cross_entropy", "seq_length"),
-        *("dlm_loss_weight", "ar_loss_weight", "dp_varying_mask_ratio", "mtp_loss_scaling_factor", "skip_checkpoint"),
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "gradient_checkpointing",
+        "fuse_cross_entropy",
+        "seq_length",
+        "dlm_loss_weight",
+        "ar_loss_weight",
+        "dp_varying_mask_ratio",
+        "mtp_loss_scaling_factor",
+        "skip_checkpoint",
     ),
     "special tokens, which the tokenizer names": (
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "mask_token"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "unk_token_id",
+        "mask_token",
         "decoder_start_token_id",
     ),
     "samplers": (
-        *("task_specific_params", "num_diffusion_steps", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
-        *("max_length", "min_length", "max_new_tokens", "repetition_penalty", "generation_config"),
+        "task_specific_params",
+        "num_diffusion_steps",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "num_beams",
+        "max_length",
+        "min_length",
+        "max_new_tokens",
+        "repetition_penalty",
+        "generation_config",
     ),
     "how products are computed": (
-        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "attn_backend"),
-        *("flash_attention", "moe_backend", "pretraining_tp", "chunk_size_feed_forward", "ep_size", "use_deepep"),
-        *("micro_forward", "torchscript", "use_bfloat16", "debug"),
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_backend",
+        "flash_attention",
+        "moe_backend",
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+        "ep_size",
+        "use_deepep",
+        "micro_forward",
+        "torchscript",
+        "use_bfloat16",
+        "debug",
     ),
     "the tensors of the file decide, of which none may be missing or left over": (
-        *("tie_word_embeddings", "weight_tying", "num_nextn_predict_layers", "num_mtp_layers", "tie_encoder_decoder"),
+        "tie_word_embeddings",
+        "weight_tying",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "tie_encoder_decoder",
     ),
 }
-HARMLESS: dict[str, str] = {entry: reason for reason, entries in _REASONS.items() for entry in entries}
+HARMLESS: dict[str, str] = {}
+for _reason, _entries in _REASONS.items():
+    HARMLESS |= dict.fromkeys(_entries, _reason)
 
 
 def _is_right(value: Any, right: Any) -> bool:
@@ -313,11 +397,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("diffullama", "Llama", shift=1, mask_id=811, max_length=2048, bos="given"),
 )
 
-# D2F: a LoRA of LLaDA or Dream, which makes the network block-causal
-FAMILIES += tuple(
-    dataclasses.replace(
-        family,
-        name=f"d2f-{family.name}",
+
+def _d2f(plain: Family) -> Family:
+    """The family of D2F: a LoRA of LLaDA or Dream, which makes the network block-causal."""
+    return dataclasses.replace(
+        plain,
+        name=f"d2f-{plain.name}",
         architectures=(),
         attention="block_causal",
         block=16,
@@ -325,9 +410,14 @@ FAMILIES += tuple(
         anchor="target",
         published_block=32,
     )
-    for family in FAMILIES
-    if family.name in ("llada", "dream")
-)
+
+
+FAMILIES += tuple(_d2f(family) for family in FAMILIES if family.name in ("llada", "dream"))
 NAMED = {family.name: family for family in FAMILIES}
-BY_CLASS = {name: family for family in FAMILIES for name in family.architectures}
+
+BY_CLASS: dict[str, Family] = {}
+for _family in FAMILIES:
+    BY_CLASS |= dict.fromkeys(_family.architectures, _family)
+
+# Autoregressive classes of transformers that also run diffusion models, and their native names
 PLAIN = {f"{native}ForCausalLM": native for native in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe")}

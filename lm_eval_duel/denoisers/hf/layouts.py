@@ -13,18 +13,40 @@ from lm_eval_duel.errors import DuelError
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
-# required entries of a native config: without one, its class would silently use its own default
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# Required entries of a native config: without one, its class would silently use its own default.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 DENSE = (*SIZES, "intermediate_size", "rms_norm_eps", "rope_theta")
-SPARSE = (*SIZES, "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta", "norm_topk_prob")
-GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "intermediate_size")
+SPARSE = (
+    *SIZES,
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    "rope_theta",
+    "norm_topk_prob",
+)
 NEEDED = {
     "GPT2": (*SIZES, "layer_norm_epsilon"),
     "Llama": DENSE,
     "Qwen2": DENSE,
     "Qwen3": DENSE,
     "Qwen3Moe": (*SPARSE, "num_experts"),
-    "Glm4Moe": (*SPARSE, *GROUPED, "n_routed_experts", "n_shared_experts", "partial_rotary_factor"),
+    "Glm4Moe": (
+        *SPARSE,
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "intermediate_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "partial_rotary_factor",
+    ),
 }
 
 
@@ -40,7 +62,8 @@ def unscaled_rotary(section: Any) -> bool:
     """True if a config's rope_scaling or rope_parameters leaves the frequencies unchanged."""
     if not isinstance(section, dict):
         return True
-    return (section.get("rope_type") or section.get("type") or "default") == "default"
+    kind = section.get("rope_type") or section.get("type")
+    return kind in (None, "", "default")
 
 
 def scale_embedding(model: Any, config: Config) -> None:
@@ -48,11 +71,17 @@ def scale_embedding(model: Any, config: Config) -> None:
 
     The scale is not folded into the table, whose weights may be the head's, too.
     """
-    if config.get("input_emb_norm"):
-        scale = config["d_model"] ** 0.5
-        model.get_input_embeddings().register_forward_hook(lambda module, ids, embedded: embedded * scale)
+    if not config.get("input_emb_norm"):
+        return
+    scale = config["d_model"] ** 0.5
+
+    def scaled(module: Any, ids: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded * scale
+
+    model.get_input_embeddings().register_forward_hook(scaled)
 
 
+MMADA_IMAGES = "MMaDA's images"
 LLADA: dict[str, Any] = {
     "finish": scale_embedding,
     "entries": {
@@ -67,8 +96,13 @@ LLADA: dict[str, Any] = {
     "values": {"rms_norm_eps": 1e-5},
     "reads": ("embedding_size", "new_vocab_size", "input_emb_norm"),
     "released": {
-        **dict.fromkeys(("include_bias", "include_qkv_bias", "alibi", "scale_logits"), False),
-        **dict.fromkeys(("attention_layer_norm", "bias_for_layer_norm", "multi_query_attention"), False),
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "alibi": False,
+        "scale_logits": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "multi_query_attention": False,
         "block_type": "llama",
         "layer_norm_type": "rms",
         "activation_type": "silu",
@@ -76,7 +110,8 @@ LLADA: dict[str, Any] = {
         "rope": True,
         "layer_norm_with_affine": True,
         "block_group_size": 1,
-        **dict.fromkeys(("rope_scaling", "rope_parameters"), unscaled_rotary),
+        "rope_scaling": unscaled_rotary,
+        "rope_parameters": unscaled_rotary,
     },
     "harmless": {
         "vocab_size": "embedding_size counts the rows, where it is given",
@@ -84,10 +119,11 @@ LLADA: dict[str, Any] = {
         "alibi_bias_max": "alibi is refused",
         "attention_layer_norm_with_affine": "attention_layer_norm is refused",
         "rope_full_precision": "rotations round as little in transformers",
-        **dict.fromkeys(
-            ("llm_vocab_size", "codebook_size", "num_vq_tokens", "num_new_special_tokens", "w_clip_vit"),
-            "MMaDA's images",
-        ),
+        "llm_vocab_size": MMADA_IMAGES,
+        "codebook_size": MMADA_IMAGES,
+        "num_vq_tokens": MMADA_IMAGES,
+        "num_new_special_tokens": MMADA_IMAGES,
+        "w_clip_vit": MMADA_IMAGES,
     },
     "rename": (
         (r"^model\.transformer\.wte\.", "model.embed_tokens."),
@@ -126,13 +162,17 @@ SMDM_ENTRIES = {  # of lit_gpt
 SMDM_RELEASED = {
     "rotary_percentage": 1.0,
     "condense_ratio": 1,
-    **dict.fromkeys(("parallel_residual", "bias", "shared_attention_norm"), False),
+    "parallel_residual": False,
+    "bias": False,
+    "shared_attention_norm": False,
     "_norm_class": ("RMSNorm", "FusedRMSNorm"),
     "_mlp_class": "LLaMAMLP",
 }
 SMDM_HARMLESS = {
-    **dict.fromkeys(("name", "org"), "names"),
-    **dict.fromkeys(("padding_multiple", "padded_vocab_size"), "the rows of the file's tables tell"),
+    "name": "a name",
+    "org": "a name",
+    "padding_multiple": "the tables of the file decide",
+    "padded_vocab_size": "the tables of the file decide",
 }
 SMDM_KEYS = (
     (r"^transformer\.wte\.", "model.embed_tokens."),
@@ -151,24 +191,27 @@ def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
     """Split attn.attn (in each group its q heads, its k, its v) into projections; give the head a row for [MASK]."""
     heads = config["n_head"]
     groups = config.get("n_query_groups") or heads
+    queries = heads // groups  # heads of a group, which share a key and a value
     split = {}
     for key, value in tensors.items():
         if key == "lm_head.weight" and value.shape[:1] == (config["vocab_size"],):
-            value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])  # its column is never a token
+            of_mask = value.new_zeros(1, *value.shape[1:])  # its column is never a token
+            value = torch.cat([value, of_mask])
         if ".attn.attn." not in key:
             split[key] = value
             continue
-        queries = heads // groups  # heads of a group, which share a key and a value
         grouped = value.unflatten(0, (groups, queries + 2, -1))  # (groups, queries + 2, H, D)
         parts = grouped.split((queries, 1, 1), 1)
         for letter, part in zip("qkv", parts, strict=True):
-            split[key.replace(".attn.attn.", f".attn.{letter}_proj.")] = part.flatten(0, 2)
+            name = key.replace(".attn.attn.", f".attn.{letter}_proj.")
+            split[name] = part.flatten(0, 2)
     return split
 
 
 NEMOTRON_KEYS = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
-NEMOTRON_HARMLESS = dict.fromkeys(("dlm_paradigm", "prefix_ratio"), "training")
-YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+NEMOTRON_HARMLESS = {"dlm_paradigm": "training", "prefix_ratio": "training"}
+YARN_NEEDS = ("factor", "original_max_position_embeddings")
+YARN = (*YARN_NEEDS, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def nemotron(config: Config) -> Config:
@@ -178,24 +221,27 @@ def nemotron(config: Config) -> Config:
     length, and rows are not longer. A factor below 1 is used as given. Raises DuelError for a config without these.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) != "yarn" or not all(rope.get(key) for key in YARN[:2]):
+    kind = rope.get("rope_type") or rope.get("type")
+    is_complete = all(rope.get(key) for key in YARN_NEEDS)
+    if kind != "yarn" or not is_complete:
         raise DuelError(
             "This Nemotron-Labs-Diffusion is not the released network: its rope_parameters should be YaRN's (rope_type "
             f"yarn, factor, original_max_position_embeddings); got {rope!r}."
         )
     theta = lookup(config, "rope_theta")
-    scaled = {"rope_type": "yarn"}
+    parameters = {"rope_type": "yarn", "rope_theta": theta}
     for key in YARN:
         if rope.get(key) is not None:
-            scaled[key] = rope[key]
-    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
+            parameters[key] = rope[key]
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}
 
 
 CODA_HARMLESS = {
-    **dict.fromkeys(
-        ("block_masking_probability", "mask_block_sizes", "prefix_probability", "truncate_probability", "sampling_eps"),
-        "training",
-    ),
+    "block_masking_probability": "training",
+    "mask_block_sizes": "training",
+    "prefix_probability": "training",
+    "truncate_probability": "training",
+    "sampling_eps": "training",
     "attention_kernel": "how products are computed",
 }
 
@@ -249,13 +295,18 @@ def llada2(config: Config) -> Config:
     """LLaDA2's entries for GLM-4-MoE."""
     part = lookup(config, "partial_rotary_factor") or 0.5
     theta = lookup(config, "rope_theta")
+    rotary = {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "partial_rotary_factor": part,
+    }
     return {
         "use_qk_norm": True,
         "attention_bias": False,
         "norm_topk_prob": config["num_experts_per_tok"] > 1,
         "partial_rotary_factor": part,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
+        "rope_parameters": rotary,
     }
 
 
@@ -270,12 +321,19 @@ def llada2_fields(config: Config) -> dict[str, Any]:
         )
     if capacity is None:
         return {}
-    return {"block_routes": True, "finish": lambda model, config: block_routing.install(model, capacity)}
+
+    def install_routing(model: Any, config: Config) -> None:
+        block_routing.install(model, capacity)
+
+    return {"block_routes": True, "finish": install_routing}
 
 
 INSERTING = ("delete_token_id", "split_token_id")  # entries of a LLaDA2 that inserts and deletes tokens
 LLADA_MOE_RELEASED = {
-    **dict.fromkeys(("clip_qkv", "shared_expert_intermediate_size", "router_num_group", "router_topk_group")),
+    "clip_qkv": None,
+    "shared_expert_intermediate_size": None,
+    "router_num_group": None,
+    "router_topk_group": None,
     "qk_layernorm": True,
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
@@ -287,15 +345,23 @@ NEVER_DENSE = "no layer is dense"
 QWEN3_MOE_HARMLESS = {"intermediate_size": NEVER_DENSE}
 LLADA_MOE_HARMLESS = {
     "norm_topk_prob": "the authors' code never normalises",
-    **dict.fromkeys(("dense_intermediate_size", "intermediate_size"), NEVER_DENSE),
-    **dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), "the authors' code has no such entry"),
+    "dense_intermediate_size": NEVER_DENSE,
+    "intermediate_size": NEVER_DENSE,
+    "decoder_sparse_step": "the authors' code has no such entry",
+    "mlp_only_layers": "the authors' code has no such entry",
 }
 LLADA2_RELEASED = {
-    **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_head", "norm_softmax"), False),
-    **dict.fromkeys(("use_qk_norm", "use_rmsnorm", "moe_router_enable_expert_bias"), True),
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "norm_head": False,
+    "norm_softmax": False,
+    "use_qk_norm": True,
+    "use_rmsnorm": True,
+    "moe_router_enable_expert_bias": True,
     "score_function": "sigmoid",
     "router_dtype": ("fp32", "float32"),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), unscaled_rotary),
+    "rope_scaling": unscaled_rotary,
+    "rope_parameters": unscaled_rotary,
     "quantization_config": None,  # its query_key_value could not be split
 }
 LLADA2_HARMLESS = {
@@ -303,7 +369,7 @@ LLADA2_HARMLESS = {
     "rotary_dim": "the authors' code reads partial_rotary_factor",
     "attention_bias": "the authors' code reads use_qkv_bias",
     "moe_shared_expert_intermediate_size": "the shapes of the shared expert's tensors tell",
-    "image_token_offset": "LLaDA2.0-Uni: text only, ids that the tokenizer lacks are no tokens",
+    "image_token_offset": "LLaDA2.0-Uni: only text is scored, and ids that the tokenizer lacks are no tokens",
     **dict.fromkeys(INSERTING, "the sampler inserts and deletes tokens; family=llada2 scores without"),
 }
 LLADA2_KEYS = (
@@ -324,15 +390,16 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or config["hidden_size"] // heads  # features of a head
+    first_key = heads * head  # rows of query_key_value
+    first_value = first_key + kv_heads * head
     split = {}
     for key, value in tensors.items():
         if key.endswith(".expert_bias"):
-            value = value.float() - value.float().min().clamp(max=0)
+            bias = value.float()
+            value = bias - bias.min().clamp(max=0)
         if ".query_key_value." not in key:
             split[key] = value
             continue
-        first_key = heads * head  # rows
-        first_value = first_key + kv_heads * head
         split[key.replace("query_key_value", "q_proj")] = value[:first_key]
         split[key.replace("query_key_value", "k_proj")] = value[first_key:first_value]
         split[key.replace("query_key_value", "v_proj")] = value[first_value:]  # shapes are checked later

@@ -41,29 +41,38 @@ def load(checkpoint: Checkpoint) -> MaskedLM:
     """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
     options = checkpoint.options
     config = checkpoint.config
-    _class_reference(config, options)
+    _class_reference(config, options)  # raises its errors before anything is read
     family = checkpoint.family or OWN_CODE
     rows = [config[key] for key in ROWS if isinstance(config.get(key), int)]  # of the embedding
-    denoiser = MaskedLM(dataclasses.replace(checkpoint, family=family), max(rows, default=None))
+    checkpoint = dataclasses.replace(checkpoint, family=family)
+    denoiser = MaskedLM(checkpoint, max(rows, default=None))
     if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
+
     denoiser.options = weights.fetch_adapter(options)
-    model = weights.merge_adapter(own_network(config, options), denoiser.options.peft)
-    denoiser.take(weights.place(model, options).eval())
+    model = own_network(config, options)
+    model = weights.merge_adapter(model, denoiser.options.peft)
+    model = weights.place(model, options)
+    denoiser.take(model.eval())
     return denoiser
 
 
 def own_network(config: dict[str, Any], options: LoadOptions) -> Any:
     """The network of a checkpoint's own code, on the CPU; raises DuelError if it does not load strictly."""
     reference = _class_reference(config, options)
+    tensors = {}
+    for key, value in hub.read_tensors(options.name).items():
+        if not key.endswith(COMPUTED):
+            tensors[key] = value
     dtype = pick_dtype(options.dtype, options.device)
-    tensors = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(COMPUTED)}
     if dtype == "auto":
         dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
+
     with repairs(), default_dtype(dtype):
         model_config = AutoConfig.from_pretrained(options.name, trust_remote_code=True)
         _complete(model_config, config)
-        model = get_class_from_dynamic_module(reference, options.name)(model_config)
+        model_class = get_class_from_dynamic_module(reference, options.name)
+        model = model_class(model_config)
     for key, value in tensors.items():
         if value.is_floating_point():
             tensors[key] = value.to(dtype)
@@ -90,26 +99,37 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
 
 
 def _complete(model_config: Any, config: dict[str, Any]) -> None:
-    """Add entries that older code expects and transformers 5 no longer sets."""
-    for name, value in (("use_cache", False), ("pad_token_id", None), ("rope_theta", config.get("rope_theta"))):
+    """Add entries that older code expects and transformers 5 no longer sets; keep no keys."""
+    expected = {"pad_token_id": None, "rope_theta": config.get("rope_theta")}
+    for name, value in expected.items():
         if getattr(model_config, name, None) is None:
             setattr(model_config, name, value)
     model_config.use_cache = False
-    if getattr(model_config, "rope_scaling", None) is False:
-        model_config.rope_scaling = None
-        if hasattr(model_config, "rope_parameters"):  # transformers 5; None would lose theta
-            model_config.rope_parameters = {"rope_type": "default", "rope_theta": model_config.rope_theta}
+    if getattr(model_config, "rope_scaling", None) is not False:
+        return
+    model_config.rope_scaling = None
+    if hasattr(model_config, "rope_parameters"):  # transformers 5, where None would lose theta
+        model_config.rope_parameters = {
+            "rope_type": "default",
+            "rope_theta": model_config.rope_theta,
+        }
 
 
 def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any) -> None:
     """Load every tensor; torch raises an error that names all tensors missing, unknown or of another shape."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = None
+    if hasattr(model, "get_output_embeddings"):
+        head = model.get_output_embeddings()
     tied = {}  # names of the head's weight that the files leave out, as it is the embedding's
     if head is not None and getattr(model_config, "tie_word_embeddings", False):
         for key, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is head.weight and key not in tensors:
                 tied[key] = parameter
-    computed = {key: value for key, value in model.state_dict().items() if key.endswith(COMPUTED)}
+
+    computed = {}
+    for key, value in model.state_dict().items():
+        if key.endswith(COMPUTED):
+            computed[key] = value
     model.load_state_dict({**computed, **tensors, **tied}, assign=True)
     if tied:  # `assign` replaced the embedding's weight
         head.weight = model.get_input_embeddings().weight
@@ -147,10 +167,13 @@ def plain_rope(model_config: Any, device: Any = None, **ignored: Any) -> tuple[t
     """Unscaled rotary frequencies theta^(-2i/d), (d / 2,), and an attention factor of 1."""
     parameters = getattr(model_config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta") or model_config.rope_theta
-    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    width = int(head * (getattr(model_config, "partial_rotary_factor", None) or 1.0))
-    exponent = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width  # (d / 2,)
-    return 1.0 / theta**exponent, 1.0
+    head = getattr(model_config, "head_dim", None)
+    if not head:
+        head = model_config.hidden_size // model_config.num_attention_heads
+    rotated_share = getattr(model_config, "partial_rotary_factor", None) or 1.0
+    width = int(head * rotated_share)
+    index = torch.arange(0, width, 2, device=device, dtype=torch.float32)  # (d / 2,)
+    return 1.0 / theta ** (index / width), 1.0
 
 
 def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
@@ -159,21 +182,29 @@ def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) ->
         if network.get(argument):
             raise DuelError(f"{argument} changes the network or where it is.")
     arguments = {key: network[key] for key in READ if key in network}
-    options = hub.pin_revision(LoadOptions(resolve(name), hub.pick_device(device), **arguments))
+    options = LoadOptions(resolve(name), hub.pick_device(device), **arguments)
+    options = hub.pin_revision(options)
     config = hub.read_config(options.name, options.revision)
     auto_map = config.get("auto_map") or {}
     if any(key in auto_map for key in HEADED):
         if not options.trust_remote_code:
             raise DuelError("its own code is run only where it is trusted; pass trust_remote_code=true.")
         folder = hub.local_folder(options.name, options.revision)
-        model = own_network(config, LoadOptions(folder, options.device, **arguments))
+        in_folder = LoadOptions(folder, options.device, **arguments)
+        model = own_network(config, in_folder)
         return model.to(options.device).eval()
+
     architectures = config.get("architectures") or [""]
     kind = getattr(transformers, architectures[0], None)
     if kind is None:
         raise DuelError("it has no code, and transformers has no class for it.")
-    dtype = hub.pick_dtype(options.dtype, options.device)
-    model, loaded = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision, output_loading_info=True)
-    if missing := sorted(loaded["missing_keys"]):
+    model, report = kind.from_pretrained(
+        options.name,
+        dtype=hub.pick_dtype(options.dtype, options.device),
+        revision=options.revision,
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise DuelError(f"{kind.__name__} of transformers finds no {missing[0]} in its files.")
     return model.to(options.device).eval()

@@ -49,6 +49,8 @@ CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 SAME = ("EsmForDPLM", "AntiBERTy")  # classes of others that are transformers' own network
 READ_ELSEWHERE = ("mask_token_id", "rope_theta", "rope_scaling", "hidden_act", "dplm_type")
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
+# Errors of a class that is divided where it cannot be
+NOT_DIVIDED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
@@ -56,29 +58,33 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
     options = checkpoint.options
     config = checkpoint.config
     model_config = checkpoint.native_config()
-    architectures = config.get("architectures") or [type(model_config).__name__]
+    config_class = type(model_config)
+    architectures = config.get("architectures") or [config_class.__name__]
     classes = ", ".join(architectures)
     if getattr(model_config, "is_encoder_decoder", False):
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
-    if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config_class not in MODEL_FOR_MASKED_LM_MAPPING:
+        if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
-    native = MODEL_FOR_MASKED_LM_MAPPING[type(model_config)]
+    native = MODEL_FOR_MASKED_LM_MAPPING[config_class]
     require_known(config, options.name, native.__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
     log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
 
+    checkpoint = dataclasses.replace(checkpoint, family=MASKED_LM)
     rows = getattr(model_config, "vocab_size", None)
-    denoiser = MaskedLM(dataclasses.replace(checkpoint, family=MASKED_LM), rows)
+    denoiser = MaskedLM(checkpoint, rows)
     denoiser.kind = AutoModelForMaskedLM
     denoiser.model_config = model_config
     # A config of transformers' own class holds what that class reads. One of another class may hold more.
-    if config.get("auto_map") or not {*SAME}.isdisjoint(architectures):
-        read = inspect.signature(type(model_config)).parameters
-        denoiser.unread_entries = unread_entries(config, {*read, *model_config.attribute_map, *READ_ELSEWHERE})
+    is_of_another_class = bool(config.get("auto_map")) or not {*SAME}.isdisjoint(architectures)
+    if is_of_another_class:
+        parameters = inspect.signature(config_class).parameters
+        read = {*parameters, *model_config.attribute_map, *READ_ELSEWHERE}
+        denoiser.unread_entries = unread_entries(config, read)
         name_unread(config, denoiser.unread_entries, options.name, classes)
     return denoiser
 
@@ -93,16 +99,20 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
     if options.trust_remote_code:
-        model_config = AutoConfig.from_pretrained(options.name, revision=options.revision, trust_remote_code=True)
+        model_config = AutoConfig.from_pretrained(
+            options.name,
+            revision=options.revision,
+            trust_remote_code=True,
+        )
+        rows = None  # its class may have more rows than its config says
     else:
         model_config = checkpoint.native_config()
         _require_causal(model_config, checkpoint)
+        rows = getattr(model_config, "vocab_size", None)
     model_config.use_cache = False
 
-    rows = getattr(model_config, "vocab_size", None)
-    if options.trust_remote_code:  # its class may have more rows than its config says
-        rows = None
-    denoiser = CausalLM(dataclasses.replace(checkpoint, family=CAUSAL_LM), rows)
+    checkpoint = dataclasses.replace(checkpoint, family=CAUSAL_LM)
+    denoiser = CausalLM(checkpoint, rows)
     denoiser.kind = AutoModelForCausalLM
     denoiser.model_config = model_config
     return denoiser
@@ -116,7 +126,8 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
     # An architecture that config.json names must be the class that runs: networks built on Llama, say, keep its
     # model_type and are other networks.
     native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if native is not None and native.__name__.lower() in map(str.lower, architectures):
+    named = [kind.lower() for kind in architectures]
+    if native is not None and native.__name__.lower() in named:
         return
     if checkpoint.config.get("auto_map"):
         raise DuelError(
@@ -133,16 +144,24 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
 @functools.cache
 def _class_names() -> frozenset[str]:
     """The names of transformers in lower case; listing them takes 0.15 s."""
-    return frozenset(map(str.lower, dir(transformers)))
+    return frozenset(name.lower() for name in dir(transformers))
 
 
-def require_known(config: dict[str, Any], name: str, native: str, also: tuple[str, ...] = ()) -> None:
+def require_known(
+    config: dict[str, Any],
+    name: str,
+    native: str,
+    also: tuple[str, ...] = (),
+) -> None:
     """Raise DuelError if a config names a class that is neither in transformers nor one of `also`.
 
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
-    names = {*_class_names(), *map(str.lower, also)}
-    unknown = [kind for kind in config.get("architectures") or [] if str(kind).lower() not in names]
+    names = _class_names() | {name.lower() for name in also}
+    unknown = []
+    for kind in config.get("architectures") or []:
+        if str(kind).lower() not in names:
+            unknown.append(kind)
     if unknown:
         raise DuelError(
             f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "
@@ -160,7 +179,8 @@ class OwnForward(Pretrained):
         self._limit_rows(model)
         super().take(model)
         with torch.no_grad():
-            self.set_columns(self._first_call().shape[-1])
+            logits = self._first_call()
+            self.set_columns(logits.shape[-1])
             if not self.by_blocks:
                 self._divide()
             self_tests.run(self, self.path, self.refuses)
@@ -170,7 +190,8 @@ class OwnForward(Pretrained):
         positions = held_positions(model, self.tokenizer_length)
         if positions and self.attention == "causal":
             positions += 1  # the last token of a row is predicted but never an input
-        self.set_row_length(min(filter(None, (self.layout.max_length, positions)), default=None))
+        bounds = filter(None, (self.family_entry.max_length, positions))
+        self.set_row_length(min(bounds, default=None))
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -192,17 +213,17 @@ class OwnForward(Pretrained):
 
     def _first_call(self) -> torch.Tensor:
         """Logits of a first small row."""
-        ids = torch.full((1, min(2, self.max_length)), self.mask_id or 0, device=self.device)  # (1, L)
+        length = min(2, self.max_length)
+        ids = torch.full((1, length), self.mask_id or 0, device=self.device)  # (1, L)
         if self.by_blocks:
-            positions = torch.arange(ids.shape[1], device=self.device)[None]  # (1, L)
-            seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
-            return self.stream(ids, positions, seen, None)[0]
+            positions = torch.arange(length, device=self.device)[None]  # (1, L)
+            seen = torch.ones(1, length, length, dtype=torch.bool, device=self.device)
+            logits, _ = self.stream(ids, positions, seen, None)
+            return logits
         logits = self._logits(ids)
         if logits.shape[:2] != ids.shape:
             shape = tuple(logits.shape)
-            raise DuelError(
-                f"{self.path} returns logits {shape} for {ids.shape[1]} positions; expected one row for each."
-            )
+            raise DuelError(f"{self.path} returns logits {shape} for {length} positions; expected one row for each.")
         return logits
 
     def _divide(self) -> None:
@@ -210,15 +231,17 @@ class OwnForward(Pretrained):
 
         The head runs on whole rows here, as in the network: on another shape the last bits may differ.
         """
-        places: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
+        divisions: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
         if self.attention == "causal":
-            places += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
+            divisions += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
         rows = self_tests.probe_rows(self)  # (R, L)
-        logits = self._logits(rows)  # (R, L, V)
-        for place in places:
-            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
-                parts = place()
-                if torch.equal(parts.head(parts.features(rows)).to(self.device), logits):
+        expected = self._logits(rows)  # (R, L, V)
+        for divide in divisions:
+            with contextlib.suppress(*NOT_DIVIDED):
+                parts = divide()
+                features = parts.features(rows)  # (R, L, D)
+                logits = parts.head(features).to(self.device)
+                if torch.equal(logits, expected):
                     self.parts = parts
                     self.splits_head = True
                     return
@@ -257,32 +280,44 @@ class MaskedLM(OwnForward):
         return self._features(ids, mask, **more)
 
     def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor,
+        past: list[KeysValues] | None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Own code may not accept our cache, so clean positions are evaluated again; their "keys" are their ids."""
-        clean = past[0][0][:, 0, :, 0] if past else ids[:, :0]  # (N, K); rows with fewer clean positions end in padding
+        rows, queries = ids.shape
+        clean = ids[:, :0]  # (N, K)
+        if past:
+            clean = past[0][0][:, 0, :, 0]  # rows with fewer clean positions end in padding
         kept = clean.shape[1]
         places = torch.arange(kept, device=ids.device)  # (K,)
 
         # clean positions see their own block and those before it, and none of the queries
-        before = (places[:, None] // self.block >= places // self.block).expand(len(ids), -1, -1)  # (N, K, K)
-        none = torch.zeros(len(ids), kept, ids.shape[1], dtype=torch.bool, device=ids.device)  # (N, K, Q)
-        allowed = torch.cat([torch.cat([before, none], 2), seen], 1)  # (N, K + Q, K + Q)
+        block_of = places // self.block  # (K,)
+        before = (block_of[:, None] >= block_of).expand(rows, -1, -1)  # (N, K, K)
+        none = torch.zeros(rows, kept, queries, dtype=torch.bool, device=ids.device)  # (N, K, Q)
+        seen_by_clean = torch.cat([before, none], 2)  # (N, K, K + Q)
+        allowed = torch.cat([seen_by_clean, seen], 1)  # (N, K + Q, K + Q)
 
         whole = torch.cat([clean, ids], 1)  # (N, K + Q)
         position_ids = torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1)
-        logits = self._logits(whole, self.additive_mask(allowed), position_ids=position_ids)  # (N, K + Q, V)
+        mask = self.additive_mask(allowed)
+        logits = self._logits(whole, mask, position_ids=position_ids)  # (N, K + Q, V)
         as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
         return logits[:, kept:], [(as_keys, as_keys)]
 
     def describe(self) -> dict[str, object]:
-        if self.sparse_from is None or self.max_length < self.sparse_from:
-            return super().describe()
-        return {**super().describe(), "attention_type": "original_full, not block_sparse as in its config"}
+        described = super().describe()
+        if self.sparse_from is not None and self.max_length >= self.sparse_from:
+            described["attention_type"] = "original_full, not block_sparse as in its config"
+        return described
 
     def _retest_in_float32(self) -> None:
         """Repeat self-tests in float32, if the network is small enough: rounding could hide weak effects."""
-        if sum(parameter.numel() for parameter in self.model.parameters()) > COPIED_PARAMETERS:
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        if count > COPIED_PARAMETERS:
             return
         dtype = self.dtype
         splits_head = self.splits_head
@@ -300,13 +335,14 @@ class CausalLM(OwnForward):
     """A causal LM of transformers."""
 
     def read(self) -> Any:
-        options = self.options = weights.fetch_adapter(self.options)
+        options = weights.fetch_adapter(self.options)
+        self.options = options
         if options.dtype == "float64":
             self.model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
+        model_kwargs: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
         # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
-        softcap = getattr(self.model_config, "attn_logit_softcapping", None)
-        model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
-        model_kwargs["trust_remote_code"] = options.trust_remote_code
+        if getattr(self.model_config, "attn_logit_softcapping", None):
+            model_kwargs["attn_implementation"] = "eager"
         model = load_model(self.kind, self.model_config, self.config, options, **model_kwargs)
         model = weights.merge_adapter(model, options.peft)
         if not is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
@@ -318,13 +354,18 @@ class CausalLM(OwnForward):
         return self._features(ids)
 
     def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor,
+        past: list[KeysValues] | None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """When sampling, clean columns are evaluated again (caches differ by class); their "keys" are their ids."""
         as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
         if past is None:
             return self.features(ids, None), [(as_keys, as_keys)]
-        whole = torch.nn.functional.pad(past[0][0][:, 0, :, 0], (0, ids.shape[1]))  # (N, K + Q)
+        clean = past[0][0][:, 0, :, 0]  # (N, K)
+        whole = torch.nn.functional.pad(clean, (0, ids.shape[1]))  # (N, K + Q)
         # a row may have fewer than K clean columns; columns after its own are not seen
         whole.scatter_(1, positions, ids)
         features = self.features(whole, None)  # (N, K + Q, D)
@@ -377,17 +418,25 @@ class AfterLayers:
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) or (R, L, V) that the class computes from features (U, D) or (R, L, D)."""
         rows = features if features.dim() == 3 else features[None]
+
+        def return_features(*_: Any, **__: Any) -> Any:
+            return self.output_class(last_hidden_state=rows)
+
         # The class runs once more, with a function in the place of its layers that returns these features.
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=features.device)  # ignored
-        self._modules[self._name] = lambda *_, **__: self.output_class(last_hidden_state=rows)
+        self._modules[self._name] = return_features
         try:
-            return logits_of(self._model, ids).view(*features.shape[:-1], -1)
+            logits = logits_of(self._model, ids)
         finally:
             self._modules[self._name] = self.layers
+        return logits.view(*features.shape[:-1], -1)
 
 
 def logits_of(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    **more: torch.Tensor,
 ) -> torch.Tensor:
     """Logits (R, L, V) from a tensor, a tuple or an output class, whichever the network returns."""
     if mask is not None:
@@ -400,14 +449,21 @@ def logits_of(
 
 def layer_modules(model: Any) -> Iterator[str]:
     """Names of modules that may be a network without its head: transformers' base model and decoder."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return (name for name, module in model.named_modules() if name and module in (model.base_model, decoder))
+    without_head = [model.base_model]
+    if hasattr(model, "get_decoder"):
+        without_head.append(model.get_decoder())
+    for name, module in model.named_modules():
+        if name and module in without_head:
+            yield name
 
 
 @contextlib.contextmanager
 def _in_float32(model: torch.nn.Module) -> Iterator[None]:
     """Copies of a network's tensors in float32 take their place; a part of a tensor stays that part."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    tensors = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensors.append(tensor)
     coarse = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:

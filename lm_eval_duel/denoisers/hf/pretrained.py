@@ -32,7 +32,14 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-LENGTHS = ("max_position_embeddings", "max_sequence_length", "model_length", "n_positions", "max_seq_len", "n_ctx")
+LENGTHS = (  # entries of configs
+    "max_position_embeddings",
+    "max_sequence_length",
+    "model_length",
+    "n_positions",
+    "max_seq_len",
+    "n_ctx",
+)
 LOGGERS = ("transformers.modeling_utils", "transformers.utils.loading_report")
 REPORTS = ("LOAD REPORT", "newly initialized", "were not used when initializing")
 UNBOUNDED = 1_000_000  # tokenizers without a length report 1e30
@@ -54,8 +61,8 @@ class Pretrained(Denoiser):
         options = checkpoint.options
         config = checkpoint.config
         tokenizer = checkpoint.tokenizer
-        self.layout = checkpoint.layout  # its family
-        set_attributes(self, self.layout, config, options)
+        self.family_entry = checkpoint.family_entry
+        set_attributes(self, self.family_entry, config, options)
         self.config = config
         self.options = options
         self.path = options.name
@@ -64,7 +71,7 @@ class Pretrained(Denoiser):
         if tokenizer is None:
             return
         if self.attention != "causal":
-            self.mask_id = find_mask_id(options, config, tokenizer, self.layout.mask_id, rows)
+            self.mask_id = find_mask_id(options, config, tokenizer, self.family_entry.mask_id, rows)
         self.tokens = set(tokenizer.get_vocab().values())
         if rows is not None:
             require_fit(self.tokens, self.mask_id, rows, self.path)
@@ -95,8 +102,9 @@ class Pretrained(Denoiser):
         self.quantized = is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         if self.quantized:  # some packages unpack weights only when the whole network is called
+            ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+                model(input_ids=ids)
 
     def additive_mask(self, seen: torch.Tensor) -> torch.Tensor:
         """The mask (N, 1, Q, K) that is added to the scores of attention: 0 where a query sees a key.
@@ -104,7 +112,8 @@ class Pretrained(Denoiser):
         `seen` (N, Q, K) bool.
         """
         lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)  # (N, Q, K)
+        mask = mask.masked_fill(~seen, lowest)
         return mask[:, None]
 
     def set_columns(self, columns: int) -> None:
@@ -136,7 +145,8 @@ class Pretrained(Denoiser):
         }
         if self.quantized:
             described |= weights.quantization_entries(self.model)
-        if self.family != "masked-lm" or self.shift or self.attention != "bidirectional":
+        is_usual_masked_lm = self.family == "masked-lm" and not self.shift and self.attention == "bidirectional"
+        if not is_usual_masked_lm:
             described |= {"attention": self.attention, "shift": self.shift}
         if self.by_blocks:
             described["last_block"] = self.last_block
@@ -151,26 +161,35 @@ class Pretrained(Denoiser):
         return described
 
 
-def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
+def set_attributes(
+    denoiser: Denoiser,
+    family: Family,
+    config: dict[str, Any],
+    options: LoadOptions,
+) -> None:
     """Set the attributes of a network, from its options, else its config, else its family."""
-    denoiser.family = family.name
-    denoiser.last_block = options.last_block
-    denoiser.attention = options.attention or family.attention
-    # as a causal network, it is scored by estimator=ar; classes outside the table may be trained with any attention
-    if denoiser.attention not in ("causal", family.attention) and family.name in NAMED:
+    attention = options.attention or family.attention
+    # Under attention=causal a network is scored by estimator=ar, as the network that it was trained from.
+    # Classes outside the table may be trained with any attention.
+    if family.name in NAMED and attention not in ("causal", family.attention):
         log.warning(
             "%s networks are trained with attention=%s; using attention=%s, which is another network",
             family.name,
             family.attention,
-            denoiser.attention,
+            attention,
         )
-    denoiser.shift = _shift(family, config, options)
-    if denoiser.attention == "causal":
-        denoiser.shift = 1
-    denoiser.seeds_blocks = denoiser.attention == "causal_prefix" and options.first_token != "block"
-    denoiser.bos = options.bos or ("given" if denoiser.shift else family.bos)  # shifted: predicted from the one before
-    denoiser.published_block = family.published_block if denoiser.attention == "bidirectional" else None
-    denoiser.anchor = family.anchor if denoiser.attention == "block_causal" else "row"
+
+    denoiser.family = family.name
+    denoiser.attention = attention
+    denoiser.last_block = options.last_block
+    denoiser.seeds_blocks = attention == "causal_prefix" and options.first_token != "block"
+    denoiser.published_block = family.published_block if attention == "bidirectional" else None
+    denoiser.anchor = family.anchor if attention == "block_causal" else "row"
+    denoiser.shift = 1 if attention == "causal" else _shift(family, config, options)
+
+    # With shifted logits the first token of a text is predicted from the position before it, so there must be one.
+    usual_bos = "given" if denoiser.shift else family.bos
+    denoiser.bos = options.bos or usual_bos
     if denoiser.by_blocks:
         denoiser.block = trained_block(family, config, options)
         options.require_block(denoiser.block)
@@ -195,7 +214,10 @@ def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) 
     if isinstance(options.block, int) and not family.block_routes:
         if family.block is not None and options.block not in (family.block, family.published_block):
             log.warning(
-                "%s networks are trained on blocks of %d; using block=%d", family.name, family.block, options.block
+                "%s networks are trained on blocks of %d; using block=%d",
+                family.name,
+                family.block,
+                options.block,
             )
         return options.block
     if family.block is None:
@@ -209,16 +231,24 @@ def trained_positions(family: Family, positions: int | None, config: dict[str, A
     If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
     """
     if family.unscaled:
-        original = (config.get("rope_parameters") or config["rope_scaling"])["original_max_position_embeddings"]
+        rotary = config.get("rope_parameters") or config["rope_scaling"]
+        original = rotary["original_max_position_embeddings"]
         positions = min(positions, int(original) - (family.block_in(config) or family.block or 0))
-    return min((length for length in (positions, family.max_length) if length), default=None)
+    bounds = filter(None, (positions, family.max_length))
+    return min(bounds, default=None)
 
 
 def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int | None:
     """Positions that a network can hold: the minimum over config, position table and the tokenizer's own bound."""
-    lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
-    if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
-        lengths.append(model.config.max_position_embeddings - (model.config.pad_token_id or 0) - 1)
+    config = model.config
+    lengths = []
+    for name in LENGTHS:
+        length = getattr(config, name, None)
+        if length:
+            lengths.append(length)
+    if getattr(config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
+        first = (config.pad_token_id or 0) + 1
+        lengths.append(config.max_position_embeddings - first)
     table = _table_after_padding(model)
     if table is not None:
         lengths.append(len(table.weight) - first_position(model))
@@ -236,14 +266,16 @@ def first_position(model: torch.nn.Module) -> int:
 def _table_after_padding(model: torch.nn.Module) -> Any:
     """The position embedding of a network whose positions start after the padding id; None for other networks."""
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        is_table = name.endswith("position_embeddings")
+        if is_table and getattr(module, "padding_idx", None) is not None:
             return module
     return None
 
 
 def cache_name(network: torch.nn.Module) -> str:
     """The name of the argument for kept keys and values of a network of transformers: `cache` from 5.24 on."""
-    return "cache" if "cache" in inspect.signature(type(network).forward).parameters else "past_key_values"
+    parameters = inspect.signature(type(network).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def is_native(model: torch.nn.Module) -> bool:
@@ -255,7 +287,11 @@ def is_native(model: torch.nn.Module) -> bool:
 
 
 def load_model(
-    auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions, **model_kwargs: Any
+    auto_class: Any,
+    model_config: Any,
+    config: dict[str, Any],
+    options: LoadOptions,
+    **model_kwargs: Any,
 ) -> Any:
     """The network of a checkpoint in a class of transformers, on its device. Unused tensors are a warning only.
 
@@ -269,8 +305,9 @@ def load_model(
         )
     quantized = needs_quantization(config, options)
     model_kwargs |= special_kwargs(config, options)
+    reports = contextlib.nullcontext() if quantized else quiet_transformers()
     try:
-        with contextlib.nullcontext() if quantized else quiet_transformers():
+        with reports:
             model, report = auto_class.from_pretrained(
                 options.name,
                 config=model_config,
@@ -284,6 +321,7 @@ def load_model(
         if os.path.isdir(options.name):
             read_tensors(options.name)  # raises an error that names the broken file
         raise
+
     missing = report["missing_keys"]
     unknown = report["unexpected_keys"]
     wrong = misshapen(report)
@@ -294,7 +332,9 @@ def load_model(
         weights.require_quantized_tensors_used(model, unknown, options.name)
     if unknown:
         log.warning("Weights of %s that the network does not use: %s", options.name, sorted(unknown)[:SHOWN])
-    return model if "device_map" in model_kwargs else model.to(options.device)
+    if "device_map" in model_kwargs:  # it is where it should be
+        return model
+    return model.to(options.device)
 
 
 def needs_quantization(config: dict[str, Any], options: LoadOptions) -> bool:
@@ -315,8 +355,12 @@ def special_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, An
 def misshapen(report: Mapping[str, Any]) -> list[str]:
     """The tensors of another shape in a loading report of transformers; some versions leave their shapes out."""
     lines = []
-    for key in report["mismatched_keys"]:
-        lines.append(key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}")
+    for entry in report["mismatched_keys"]:
+        if isinstance(entry, str):
+            lines.append(entry)
+        else:
+            name, actual, expected = entry[:3]
+            lines.append(f"{name} is {tuple(actual)}, not {tuple(expected)}")
     return lines
 
 
@@ -345,7 +389,9 @@ def device_of(model: Any) -> torch.device:
     if not weight.is_meta:
         return weight.device
     hook = table._hf_hook  # accelerate's, which moves the weights there for each call
-    return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)
+    if hasattr(hook, "hooks"):  # several in a row
+        hook = hook.hooks[0]
+    return torch.device(hook.execution_device)
 
 
 def is_quantized(model: Any) -> bool:

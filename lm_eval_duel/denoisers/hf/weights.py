@@ -55,6 +55,7 @@ def own_gpus(device_map: str) -> dict[int, int] | None:
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if processes == 1 or not torch.cuda.is_available():
         return None
+
     gpus = torch.cuda.device_count()
     if gpus < processes:
         raise DuelError(
@@ -87,7 +88,9 @@ def place(model: Any, options: LoadOptions) -> Any:
                 low_zero = layout == "balanced_low_0"
                 memory = get_balanced_memory(model, memory, unsplit, low_zero=low_zero)
             layout = infer_auto_device_map(model, memory, unsplit)
-        return dispatch_model(model, {"": layout} if isinstance(layout, str) else layout)
+        if isinstance(layout, str):  # one device for the whole network
+            layout = {"": layout}
+        return dispatch_model(model, layout)
     except ValueError as error:
         raise DuelError(f"{options.name} cannot be placed as device_map={options.device_map}: {error}") from error
 
@@ -103,6 +106,35 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
         bits = 8
     elif options.load_in_4bit:
         bits = 4
+    _require_quantizable(scheme, bits, options)
+    if bits == 8 or (scheme or {}).get("load_in_8bit"):
+        bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
+        log.warning(
+            "With 8 bits, bitsandbytes looks for outliers in all rows of a call, so numbers change a little with the "
+            "batch; with 4 bits they do not"
+        )
+
+    # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
+    placement = {"device_map": options.device_map or {"": options.device}}
+    if scheme:
+        return placement
+    if bits == 8:
+        int8 = BitsAndBytesConfig(load_in_8bit=True)
+        return {**placement, CONFIG_KEY: int8}
+    dtype = pick_dtype(options.dtype, options.device)  # of the products
+    if dtype == "auto":
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = str(stored).removeprefix("torch.")
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {**placement, CONFIG_KEY: nf4}
+
+
+def _require_quantizable(scheme: dict[str, Any] | None, bits: int | None, options: LoadOptions) -> None:
+    """Raise DuelError for options that do not go with quantized weights: by the files' `scheme`, or in `bits` bits."""
     what = f"load_in_{bits}bit"
     if scheme is not None:
         method = method_of(scheme)
@@ -118,23 +150,6 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
-    if bits == 8 or (scheme or {}).get("load_in_8bit"):
-        bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
-        log.warning(
-            "With 8 bits, bitsandbytes looks for outliers in all rows of a call, so numbers change a little with the "
-            "batch; with 4 bits they do not"
-        )
-    # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
-    placement = {"device_map": options.device_map or {"": options.device}}
-    if scheme:
-        return placement
-    if bits == 8:
-        return {**placement, CONFIG_KEY: BitsAndBytesConfig(load_in_8bit=True)}
-    dtype = pick_dtype(options.dtype, options.device)  # of the products
-    if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return {**placement, CONFIG_KEY: nf4}
 
 
 def method_of(scheme: dict[str, Any]) -> str:
@@ -145,19 +160,28 @@ def method_of(scheme: dict[str, Any]) -> str:
 def quantization_entries(model: Any) -> dict[str, str]:
     """The quantization of a network as a part of the spec."""
     config = model.config.quantization_config
-    entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
-    entries = {key: value for key, value in entries.items() if not key.startswith("_")}
-    # experts too, which some releases of transformers fuse and do not quantize
-    whole = sum(tensor.numel() for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1)
+    described = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
+    entries = {key: value for key, value in described.items() if not key.startswith("_")}
     method = getattr(model.quantization_method, "value", model.quantization_method)
-    entries |= {"quant_method": str(method), "whole_parameters": whole}
+    entries["quant_method"] = str(method)
+
+    # How many parameters stay whole: experts too, which some releases of transformers fuse and do not quantize.
+    whole = 0
+    for tensor in model.parameters():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            whole += tensor.numel()
+    entries["whole_parameters"] = whole
     return {"quantization": json.dumps(entries, sort_keys=True, default=str)}
 
 
 def require_quantized_tensors_used(model: Any, unused: Iterable[str], name: str) -> None:
     """Raise DuelError if a module with a weight leaves tensors unused: the file quantizes it, the network does not."""
     modules = dict(model.named_modules())
-    lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
+    lost = []
+    for key in sorted(unused):
+        module_name, _, _ = key.rpartition(".")
+        if hasattr(modules.get(module_name), "weight"):
+            lost.append(key)
     if lost:
         raise DuelError(
             f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
@@ -200,7 +224,8 @@ def merge_adapter(model: Any, path: str | None, family: Family | None = None) ->
         _untie(model, set(modules))
 
         for field in ("rank_pattern", "alpha_pattern"):
-            setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
+            patterns = getattr(config, field, None) or {}
+            setattr(config, field, _by_module(patterns, modules))
         config.target_modules = set(modules)
         config.exclude_modules = None
         config.inference_mode = True
@@ -208,7 +233,10 @@ def merge_adapter(model: Any, path: str | None, family: Family | None = None) ->
         adapted = get_peft_model(model, config)
 
         report = set_peft_model_state_dict(adapted, native_tensors)
-        missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
+        missing = []
+        for key in report.missing_keys:
+            if ".lora_" in key:  # the network's own weights are not in the file
+                missing.append(key.replace(".default.", "."))
         # whole weights, which peft would load without saying so
         whole = [key for key in native_tensors if ".lora_" not in key]
         require_none(f"The adapter {path} does not fit this network", missing, {*report.unexpected_keys, *whole})
@@ -221,12 +249,15 @@ def _untie(model: Any, modules: set[str]) -> None:
     table = model.get_input_embeddings()
     if head is None or head.weight is not table.weight:
         return
-    if any(module in (head, table) for name, module in model.named_modules() if name in modules):
+    changed = [module for name, module in model.named_modules() if name in modules]
+    if any(module in (head, table) for module in changed):
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
 
 def _module(key: str) -> str:
-    return key.removeprefix(ADAPTER_PREFIX).split(".lora_")[0]
+    """The name of the module that a tensor of an adapter belongs to."""
+    module, _, _ = key.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+    return module
 
 
 def _by_module(patterns: dict[str, int], modules: dict[str, str]) -> dict[str, int]:
