@@ -375,18 +375,17 @@ def average(run: Run, name: str, metric: str) -> Cell:
 
 
 def cost(costs: Sequence[RunCost]) -> Table:
-    """Time, network calls and memory of each run."""
-
+    """Time, network calls and memory of each run; those of a part of a run have a remark that says so."""
     shown: Columns = {
         **_through(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
         "estimator": lambda cost: cost.name,
-        "s per token": lambda cost: number(cost.time.seconds_per_token, ".3g"),
+        "s per token": lambda cost: (number(cost.time.seconds_per_token, ".3g"), cost.time.remark),
         "forwards": _count("forwards"),
         "rows": _count("rows"),
         "peak MiB": _count("peak_memory_bytes", 2**20),
         "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
         "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
-        "whole run, s": lambda cost: number(cost.time.whole_run, ".1f"),
+        "whole run, s": lambda cost: (number(cost.time.whole_run, ".1f"), cost.time.remark),
     }
     return Table.from_records("Cost", costs, shown)
 
@@ -394,9 +393,9 @@ def cost(costs: Sequence[RunCost]) -> Table:
 def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
     """The cells of a count in config.duel; empty where there is none."""
 
-    def cell(cost: RunCost) -> str:
+    def cell(cost: RunCost) -> Cell:
         count = cost.run.config.duel.get(key)
-        return "" if count is None else number(count / scale, ",.0f")
+        return None if count is None else (number(count / scale, ",.0f"), cost.time.remark)
 
     return cell
 

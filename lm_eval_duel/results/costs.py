@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.compare import ComparedRow
+from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.rules import sort_key
 
 WHOLE_RUN = "times of whole runs, loading included: results of other models hold no other time, and no device"
-CACHED = "some answers came from a response cache, so the time covers only a part of the run"
+CACHED = "some answers came from a response cache, so time and network calls cover only a part of the run"
 SEES_TARGETS = "not a likelihood: it sees the targets"  # the oracle
 LATTICE = f"lattice: all estimators in one run (oracle is {SEES_TARGETS})"
 
@@ -56,8 +56,16 @@ class Time:
         return self.run.header.total_evaluation_time_seconds
 
     @property
+    def remark(self) -> str:
+        """That time and counts are not those of the whole run; empty if they are."""
+        return CACHED if self.run.cached else ""
+
+    @property
     def seconds_per_token(self) -> float | None:
-        return self.seconds / self.tokens if self.seconds and self.tokens else None
+        """None if it is not known: a part of the seconds over all tokens is no cost of a token."""
+        if self.run.cached or not (self.seconds and self.tokens):
+            return None
+        return self.seconds / self.tokens
 
 
 class Ratio(NamedTuple):
@@ -86,21 +94,17 @@ class RunCost:
         return LATTICE if registry.find(self.run.config.estimator).lattice else self.run.config.estimator
 
 
-def of_runs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[ComparedRow]) -> list[RunCost]:
+def of_runs(runs: Sequence[Run], baselines: Collection[Run], tasks: Iterable[Comparison]) -> list[RunCost]:
     """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
-    The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
+    The ELBO is the Monte Carlo one with the most draws that belongs to the rows of the run in the report's `tasks`.
     """
     timed: dict[Run, Time] = {}
     for run in sorted(runs, key=lambda run: run not in baselines):
         if run.tasks:
             timed[run] = Time(run)
     baseline_times = [time for run, time in timed.items() if run in baselines]
-    elbos: dict[Run, Row] = {}
-    for each in rows:
-        if each.drawn_elbo is not None:
-            elbos.setdefault(each.row.run, each.drawn_elbo)
-
+    elbos = _elbos(tasks)
     costs_of_runs = []
     for run, time in timed.items():
         over_elbo = Ratio()
@@ -120,6 +124,18 @@ def of_runs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Comp
         return not cost.baseline, model, estimator, *sort_key(cost.run.config.rule)
 
     return sorted(costs_of_runs, key=place)
+
+
+def _elbos(tasks: Iterable[Comparison]) -> dict[Run, Row]:
+    """The Monte Carlo ELBO of each run, also of a run whose value has its row from another run."""
+    elbos: dict[Run, Row] = {}
+    for task in tasks:
+        for each in task.rows:
+            if each.drawn_elbo is None:
+                continue
+            for row in (each.row, *task.same[each.row]):
+                elbos.setdefault(row.run, each.drawn_elbo)
+    return elbos
 
 
 def _over_elbo(time: Time, elbo: Row | None, timed: Mapping[Run, Time]) -> Ratio:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -61,8 +60,7 @@ class Report:
 
     @functools.cached_property
     def costs(self) -> list[RunCost]:
-        rows = itertools.chain.from_iterable(task.rows for task in self.tasks.values())
-        return costs.of_runs(self.runs, self.baselines, rows)
+        return costs.of_runs(self.runs, self.baselines, self.tasks.values())
 
     @property
     def scored(self) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from results import documents, edit, hf, ours, per_token, put
 
 from lm_eval_duel.cli.report import parse
-from lm_eval_duel.results import columns, files, read
+from lm_eval_duel.results import columns, costs, files, read
 from lm_eval_duel.results.report import collect
 
 TOKENS = (20, 40, 30)
@@ -137,6 +137,34 @@ def test_the_costs_of_a_run(tmp_path):
     cells = dict(zip(table.heads, table.rows[0], strict=True))
     assert cells["s per token"] == "0.1" and cells["whole run, s"] == "31.5"
     assert (cells["forwards"], cells["rows"], cells["peak MiB"]) == ("1,234", "5,678", "3")
+
+
+def test_costs_of_a_part_of_a_run_are_remarked_in_every_form(tmp_path):
+    """Of a run with answers from a response cache, no number of the table stands without the remark."""
+    duel = {"forwards": 1234, "rows": 5678, "seconds": 9.0, "answers_from_cache": 1}
+    ours(tmp_path, docs=docs(), duel=duel)
+    hf(tmp_path, docs=docs(1.0))
+    report = board(tmp_path)
+    [cost] = [cost for cost in report.costs if not cost.baseline]
+    table = columns.cost([cost])
+    cells = dict(zip(table.heads, table.rows[0], strict=True))
+    [mark] = [mark for mark, remark in table.remarks.items() if remark.fact == costs.CACHED]
+    assert cells["s per token"] == mark
+    for head in ("forwards", "rows", "whole run, s", "x AR"):
+        assert cells[head].endswith(mark)
+    assert files.cost(cost)["seconds_per_token"] is None
+    [method] = [standing.method for standing in report.standings.rows if standing.method.is_duel]
+    assert method.seconds_per_token is None and method.seconds_reason == costs.CACHED
+
+
+def test_every_result_of_a_value_has_a_time_over_the_elbo(tmp_path):
+    """Also that of a second run with the same value, which has no row of its own."""
+    for seconds in (4.0, 6.0):
+        ours(tmp_path, docs=docs(), duel={"seconds": seconds})
+    ours(tmp_path, docs=docs(), estimator="elbo", duel={"seconds": 2.0})
+    report = board(tmp_path)
+    ratios = [cost.over_elbo.value for cost in report.costs if cost.run.config.estimator == "duel"]
+    assert sorted(ratios) == pytest.approx([2.0, 3.0])
 
 
 # ---------------------------------------------------------------- commands
