@@ -14,10 +14,11 @@ from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.cli.models import OtherModel, other_model
 from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.core.scores import Value, perplexity, ratio
-from lm_eval_duel.errors import DuelError, too_few_documents, usage
+from lm_eval_duel.errors import DuelError, counted, too_few_documents, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import columns, compare, match, read, report, stats, traced
+from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.table import LEVEL, Columns, Table, csv_text, form_of, number, spaced
@@ -36,6 +37,8 @@ DIFFERENCE = (  # entries of a comparison in --json
     *("names", "unit", "documents", "perplexities", "stderrs", "kinds"),
     *("difference", "interval", "verdict"),
 )
+CUT_APART = "texts longer than a window are cut at different places"
+SAME_MODEL = "both models are the same"
 TO_A_VERDICT = (
     f"A verdict takes {stats.FEW} or more distinct documents: score several files, each line of a .txt file "
     "(--lines), or a .jsonl file with a document in each row."
@@ -48,7 +51,7 @@ model args. A bound is marked by ≥ and ≤; ± is the Monte Carlo error of an 
 those that do not apply to its estimator are ignored, with a message. It prints a line for each model, then the paired
 differences to the first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL}
 (bootstrap over documents; it includes the Monte Carlo error of estimates and bounds) and, from {stats.FEW} documents
-on, a verdict.
+on, a verdict, unless the models cut long texts at different places.
 --documents prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, without the line end at its end, or with --lines one for each line. The file - is standard input, read as a
@@ -202,16 +205,22 @@ class ScoredModel:
         table = Table.from_records("", lines, shown).text()
         return "\n".join([table, "", *self._about(), f"fingerprint {self.info['fingerprint']}"])
 
-    def _about(self) -> Iterator[str]:
-        """Lines on what the numbers are."""
+    @property
+    def method(self) -> str:
+        """The model and how it was scored."""
         spec = self.info["spec"]
-        value = self.total.value
         method = [f"estimator={self.estimator}"]
         for key in METHOD:
             if key in spec:
                 method.append(f"{key}={spec[key]}")
+        return f"{self.pretrained}, {', '.join(method)}"
+
+    def _about(self) -> Iterator[str]:
+        """Lines on what the numbers are."""
+        spec = self.info["spec"]
+        value = self.total.value
         kind = "" if value.is_exact and not value.note else f" ({self.kind})"
-        yield f"{self.pretrained}, {', '.join(method)}{kind}"
+        yield f"{self.method}{kind}"
         drawn = registry.find(self.estimator).drawn
         if drawn is not None and value.error is None:
             yield drawn.unknown(spec)
@@ -340,11 +349,14 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     metric = match.PER_TOKEN if same_tokens else "bits_per_byte"
     task = compare.task(TASK, runs, baselines, metric, as_published=True)
 
-    first, *others = [_row_of(run, task) for run in runs]
-    task = dataclasses.replace(task, pairs=[task.pair(first, other) for other in others])
+    first, *others = runs
+    task = dataclasses.replace(task, pairs=[_pair(task, first, other) for other in others])
 
-    remarks = [f"differs: {line}" for line in task.differences]
-    remarks += task.notes
+    remarks = [*_sizes(scored), *_differences(task, runs)]
+    any_cut = any(match.is_cut(run, TASK) for run in runs)
+    for note in task.notes:
+        if any_cut or note != task.windows:
+            remarks.append(note)
     remarks += map(str, notes)
     distinct_texts = {line.key for line in scored[0].lines}
     if len(distinct_texts) < stats.FEW:
@@ -370,6 +382,43 @@ def trace_note(models: Sequence[OtherModel]) -> str:
         f"Traced: {', '.join(traced_models)}. Not traced: {', '.join(others)} (a trace is of one model: --trace FILE, "
         "or trace=FILE among the args of a model of --compare)"
     )
+
+
+def _pair(task: compare.Comparison, first: Run, other: Run) -> Pair:
+    """The difference of two models. It has no verdict if the two differ in what `report` refuses to compare."""
+    pair = task.pair(_row_of(first, task), _row_of(other, task))
+    if first.config.fingerprint == other.config.fingerprint:
+        return dataclasses.replace(pair, better="", verdict=SAME_MODEL)
+    for difference in match.differences(first, other, TASK):
+        if not difference.is_allowed(task.metric):
+            return dataclasses.replace(pair, better="", verdict=f"no verdict: the {difference.field} differ")
+    return pair
+
+
+def _sizes(scored: Sequence[ScoredModel]) -> Iterator[str]:
+    """Lines on what was scored: the number of documents and tokens, and each model with its fingerprint."""
+    documents = counted(len(scored[0].lines), "document")
+    tokens = [counted(model.total.tokens, "token") for model in scored]
+    each_once = ", ".join(dict.fromkeys(tokens))
+    yield f"{documents}, {each_once}"
+    for n, model in enumerate(scored, 1):
+        of_model = f", {tokens[n - 1]}" if len(set(tokens)) > 1 else ""
+        yield f"model {n}: {model.method}{of_model}, fingerprint {model.info['fingerprint']}"
+
+
+def _differences(task: compare.Comparison, runs: Sequence[Run]) -> list[str]:
+    """Lines on what differs between the first model and the others, each once."""
+    lines: dict[str, None] = {}
+    first, *others = runs
+    for other in others:
+        for difference in match.differences(first, other, TASK):
+            if difference.field != "windows":
+                lines[f"differs: {difference.between(first, other)}"] = None
+            elif difference.is_allowed(task.metric):
+                lines[CUT_APART] = None
+            else:
+                lines[f"{CUT_APART}, so there is no verdict: {match.equal_windows(runs)}"] = None
+    return list(lines)
 
 
 def _row_of(run: Run, task: compare.Comparison) -> Row:

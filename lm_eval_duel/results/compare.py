@@ -81,6 +81,7 @@ class Comparison:
     pairs: list[Pair]
     differences: list[str]
     as_published: bool
+    windows: str  # the note on how documents were cut
     notes: list[str]
     draws: Draws
     same: Mapping[Row, list[Row]]
@@ -168,7 +169,8 @@ def task(
         if row in described:
             notes.append(described[row])
     notes += _precision(compared)
-    notes.append(_windows(compared))
+    windows = _windows(compared)
+    notes.append(windows)
     notes += dict.fromkeys([*left_out, *table.notes])
     if metric in OTHER_UNITS and _closes_a_gap(shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
@@ -184,6 +186,7 @@ def task(
         pairs=choose(choice, shown, draws),
         differences=differences,
         as_published=as_published,
+        windows=windows,
         notes=notes,
         draws=draws,
         same=table.same,

@@ -282,6 +282,26 @@ def windows_of(run: Run) -> str:
     return f"{run.windows}, {size}{derived}"
 
 
+def equal_windows(runs: Sequence[Run]) -> str:
+    """The model args with which all runs of ours cut documents alike."""
+    if len({run.windows for run in runs}) > 1:
+        return "pass the same windows=... to all models"
+    smallest = min(run.capacity for run in runs)
+    lengths: dict[int, list[str]] = {}  # row lengths, with the runs that need each
+    for run in runs:
+        length = run.max_length - (run.capacity - smallest)  # the difference are special tokens
+        lengths.setdefault(length, []).append(run.name)
+    if len(lengths) == 1:
+        return f"pass max_length={min(lengths)} to all models"
+    return "pass " + " and ".join(f"max_length={length} to {', '.join(names)}" for length, names in lengths.items())
+
+
+def is_cut(run: Run, name: str) -> bool:
+    """False if every document of a task is known to fit into one window of a run."""
+    longest = run.longest(name)
+    return longest is None or run.capacity is None or longest > run.capacity
+
+
 def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> bool:
     """True if documents are cut alike: the same windows, or every document is one window in both runs."""
     equal = first.windows == second.windows and first.capacity == second.capacity

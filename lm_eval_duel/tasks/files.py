@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_eval_duel.demo import model_hint
-from lm_eval_duel.errors import DuelError, nearest, unknown
+from lm_eval_duel.errors import DuelError, counted, nearest, unknown
 
 PLAIN = (".txt", ".md")
 SAVED = "dataset_info.json"  # `save_to_disk` writes it next to a data set
@@ -157,11 +157,19 @@ def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
         text = _decoded(io.BytesIO(content)).read()
     except UnicodeDecodeError as error:
         raise DuelError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
-    if lines:
-        numbered = enumerate(text.split("\n"), 1)
-        return [OwnText(f"{name}:{n}", line) for n, line in numbered if line.strip()]
     text = text.removesuffix("\n")
-    return [OwnText(name, text)] if text else []
+    if not lines:
+        return [OwnText(name, text)] if text else []
+    documents = []
+    blank = 0
+    for n, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            documents.append(OwnText(f"{name}:{n}", line))
+        else:
+            blank += 1
+    if blank and documents:  # a file without any is an error
+        log.warning("%s: %s left out", name, counted(blank, "blank line"))
+    return documents
 
 
 # ---------------------------------------------------------------- files -> rows

@@ -383,6 +383,57 @@ def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folde
     assert of_intervals == is_told, "intervals and verdicts have one rule"
 
 
+@pytest.mark.parametrize(("lengths", "is_compared"), [((8, 6), False), ((6, 6), True)])
+def test_models_that_cut_texts_apart_have_no_verdict(lengths, is_compared, folder, tmp_path, capsys):
+    """As `report` refuses them; the remedy that is printed makes their windows equal."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join("a b c d e f g h i j k l"[n:] for n in range(0, 2 * stats.FEW, 2)))
+    out = tmp_path / "out.json"
+    first, second = lengths
+    model = f"pretrained={folder},block=4,rule=margin,max_length="
+    words = [str(texts), "--lines", "--json", str(out), "--model_args"]
+    printed = run(*words, f"{model}{first}", "--compare", f"rule=greedy,max_length={second}", capsys=capsys)
+    pair = json.loads(out.read_text())["compared"][0]["difference"]
+    assert ("windows" not in pair["verdict"]) == is_compared
+    assert pair["interval"] is not None
+    assert printed.count("cut at different places") == (not is_compared)
+    reported = ["--metric", "token_perplexity", "--out", str(tmp_path / "report")]
+    if is_compared:
+        report([str(out), *reported])
+        return
+    with pytest.raises(DuelError, match="windows"):
+        report([str(out), *reported])
+    [length] = set(re.findall(r"max_length=(\d+) to", printed))
+    run(*words, f"{model}{length}", "--compare", "rule=greedy", capsys=capsys)
+    assert "windows" not in json.loads(out.read_text())["compared"][0]["difference"]["verdict"]
+
+
+@pytest.mark.parametrize(("text", "is_cut"), [("a b c", False), ("a b c d e f g h i j k l", True)])
+def test_windows_are_named_where_a_text_is_cut(text, is_cut, folder, tmp_path, capsys):
+    texts = tmp_path / "texts.txt"
+    texts.write_text(text)
+    words = ("--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin,max_length=7")
+    assert ("window" in run(str(texts), *words, capsys=capsys)) == is_cut
+
+
+def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
+    """Documents, tokens and blank lines, and the fingerprint of each model; one model twice is named as such."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c\n\na\n \n")
+    out = tmp_path / "out.json"
+    words = ("--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(out))
+    printed = run(str(texts), *words, "--compare", "rule=margin", "rule=greedy", capsys=capsys)
+    content = json.loads(out.read_text())
+    tokens = content["total"]["tokens"]
+    assert f"2 documents, {tokens} tokens" in printed and "2 blank lines" in caplog.text
+    models = [content, *content["compared"]]
+    for n, model in enumerate(models, 1):
+        [line] = [line for line in printed.splitlines() if line.startswith(f"model {n}: ")]
+        assert line.endswith(model["fingerprint"])
+    verdicts = [model["difference"]["verdict"] for model in content["compared"]]
+    assert verdicts[1] == score.SAME_MODEL and verdicts[0] != score.SAME_MODEL
+
+
 @pytest.mark.slow
 def test_values_under_noise_are_compared_by_their_seeds(tmp_path, capsys):
     """Another seed is another distribution; the mean over seeds has its other value in a note."""
