@@ -66,13 +66,17 @@ def lm(folder):
 
 @pytest.fixture(autouse=True)
 def no_row_checks(request, monkeypatch):
-    """No row is evaluated twice, which is half of the time of short runs, but in tests marked `row_checks`."""
+    """No row is evaluated twice, alone and among others, but in tests marked `row_checks`.
+
+    That is half of the time of short runs, and of loading a tiny network.
+    """
     if not request.node.get_closest_marker("row_checks"):
         from lm_eval_duel.core.row_checks import RowChecks
         from lm_eval_duel.denoisers import self_tests
 
         monkeypatch.setattr(RowChecks, "number_due", lambda *_: 0)
         monkeypatch.setattr(self_tests, "cover", lambda *_: None)
+        monkeypatch.setattr(self_tests, "require_separate_rows", lambda *_: None)
 
 
 LOADED = {}  # networks and tokenizers by what they were loaded from and with

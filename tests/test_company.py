@@ -111,8 +111,8 @@ FAST += [("block-causal", "auto"), ("causal prefix", "auto"), ("causal", "target
 def test_windows_that_differ_in_one_field_keep_their_values(name, grid):
     rule = RULES[CASES.index((name, grid)) % 3]
     duel = duel_of(name, rule, grid)
-    windows = scorable(duel, BASES[:4] if grid == "row" else BASES[1:])
-    assert len(windows) >= 20
+    windows = scorable(duel, BASES[:2] if grid == "row" else BASES[1:3])
+    assert len(windows) >= 10
     alone = [duel.log_prob([window])[0] for window in windows]
     together = duel.log_prob(windows)
     assert numbers(together) == pytest.approx(numbers(alone), abs=1e-7, nan_ok=True)
@@ -122,7 +122,7 @@ def test_windows_that_differ_in_one_field_keep_their_values(name, grid):
 @pytest.mark.parametrize("name", slow_but(NETWORKS, ("dual cache", "block-causal", "causal prefix")))
 def test_calls_of_a_few_tokens_change_nothing(name, tokens):
     """Windows leave a call before they are finished, and what was kept for them is computed anew or still theirs."""
-    for rule in RULES:
+    for rule in RULES[::2]:  # with and without a memory
         windows = scorable(duel_of(name, rule), BASES[1:2])
         in_one_call = duel_of(name, rule).log_prob(windows)
         in_small_calls = duel_of(name, rule, tokens=tokens).log_prob(windows)
@@ -177,13 +177,12 @@ def test_every_estimator_tells_windows_apart(estimator, name, more):
             made.estimator.budget = Budget(tokens)
         return made
 
-    windows = scorable(duel(), BASES[:3])
-    assert len(windows) >= 15
+    windows = scorable(duel(), BASES[2:3])
+    assert len(windows) >= 8
     alone = {window: duel().log_prob([window])[0].log_prob for window in windows}
     assert [score.log_prob for score in duel().log_prob(windows)] == pytest.approx(list(alone.values()), abs=1e-9)
-    few = scorable(duel(), BASES[1:2])
-    in_small_calls = duel(tokens=4).log_prob(few)
-    assert [score.log_prob for score in in_small_calls] == pytest.approx([alone[window] for window in few], abs=1e-9)
+    in_small_calls = duel(tokens=4).log_prob(windows)
+    assert [score.log_prob for score in in_small_calls] == pytest.approx(list(alone.values()), abs=1e-9)
 
 
 # ---------------------------------------------------------------- memory
@@ -208,7 +207,7 @@ def test_dense_distributions_stay_within_the_budget(name, lanes, monkeypatch):
     duel = Duel(network, "klass:mu=0.4:nu=0.3", block)
     plane = block * network.vocab_size
     duel.estimator.budget = Budget(10_000, values=lanes * 4 * plane)
-    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 20)]
+    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 10)]
     duel.log_prob(windows)
     assert plane <= max(made) <= lanes * plane
 
@@ -234,6 +233,6 @@ def test_a_generated_text_depends_on_no_other_prompt():
         alone = []
         for n, context in enumerate(CONTEXTS):
             alone += duel_of(name, "threshold:mu=0.45").sample([context], 6, seed=4, keys=[n])
-        for tokens in (None, 2, 8):
+        for tokens in (None, 2):
             together = duel_of(name, "threshold:mu=0.45", tokens=tokens).sample(CONTEXTS, 6, seed=4)
             assert [sample.tokens for sample in together] == [sample.tokens for sample in alone], (name, tokens)

@@ -16,13 +16,23 @@ from toys import Toy
 from transformers import AutoTokenizer
 
 from lm_eval_duel import arguments, denoisers, fingerprint, rules
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import RULES
 
-pytestmark = pytest.mark.usefixtures("one_load")
+pytestmark = pytest.mark.usefixtures("one_load", "networks_are_not_tested")
+
+
+@pytest.fixture(scope="module")
+def networks_are_not_tested():
+    """What the self-tests at load find is not said by the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_tests, "run", lambda *_: None)
+        yield
+
 
 # ---------------------------------------------------------------- model args
 

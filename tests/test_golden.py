@@ -28,7 +28,7 @@ FAST = [
     {"pretrained": "demo-ar", "estimator": "ar"},
     {"pretrained": "demo-bd", "estimator": "elbo"},
     {"pretrained": "demo-bd", "rule": "greedy", "block": 4},
-    PUBLISHED,
+    {"pretrained": "demo-mdm", "rule": "margin", "k": 2, "block": 32},
 ]
 
 

@@ -1,5 +1,6 @@
 """The network beside the checkpoint's own code, beside one written out, and its weights beside the files."""
 
+import itertools
 from typing import NamedTuple
 
 import dit_reference
@@ -223,8 +224,10 @@ def scaled(folder, scaling):
     return compared(write(folder, "", "", decoder(), config), attention="bidirectional", mask_token_id=MASK)
 
 
-@pytest.mark.parametrize("spelling", ["rope_type", "type"])
-@pytest.mark.parametrize("kind", SCALED)
+SPELLED = list(itertools.product(SCALED, ["rope_type", "type"]))
+
+
+@pytest.mark.parametrize(("kind", "spelling"), slow_but(SPELLED, [SPELLED[0], SPELLED[3], SPELLED[4]]))
 def test_scaled_rotary_positions_are_written_out_under_either_spelling(kind, spelling, tmp_path):
     found = scaled(tmp_path, {spelling: kind, **SCALED[kind]})
     assert found.written is not None and not found.written.differs, found
@@ -237,10 +240,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     "entries",
     [
-        {"attention_factor": 1.0},
+        pytest.param({"attention_factor": 1.0}, marks=pytest.mark.slow),
         {"attention_factor": 1.0, "beta_slow": 16.0, "original_max_position_embeddings": 4096},
         {"mscale": 0.7, "mscale_all_dim": 0.7},
-        {"factor": 0.5},
+        pytest.param({"factor": 0.5}, marks=pytest.mark.slow),
         {"attention_factor": 1.0, "beta_slow": 3.0},  # the pairs between which it interpolates are one
         {"attention_factor": 1.0, "original_max_position_embeddings": 4096, "truncate": False},
     ],

@@ -178,8 +178,8 @@ def test_a_token_at_the_border_of_top_p_stops_no_run():
 
 def ordinary():
     """Estimators of every kind of view, and windows of two lengths."""
-    ragged = [*windows(12), *windows(6, length=5, seed=1)]
-    prefixed = [Window((0,), window.target) for window in windows(9, length=7)]
+    ragged = [*windows(6), *windows(4, length=5, seed=1)]
+    prefixed = [Window((0,), window.target) for window in windows(5, length=7)]
     toys = (Toy(), Toy(honours_padding=False), Rotary(), BlockCausal(4, length=8), Small(3))
     for toy in toys:
         yield DuelEstimator(toy, "greedy", 4), ragged
@@ -274,7 +274,7 @@ def test_in_one_step_for_each_window_too():
 def test_a_later_run_of_the_same_duel_is_repeated_at_its_end():
     network = Planted()
     duel = network.duel("greedy", block=24, batch_size=4)
-    duel.log_prob(windows(40, 24, 20))
+    duel.log_prob(windows(16, 24, 20))
     network.calls, network.fault = 0, lambda calls, rows: 1.05 if calls > 20 else 1.0
     with pytest.raises(InconsistentOutput):
         duel.log_prob(windows(4, 24, 20))
@@ -318,7 +318,7 @@ def test_an_ordinary_network_in_memory_has_neither_differences_nor_a_drift(scale
     network = Planted()
     network.out *= scale
     duel = network.duel("greedy", block=24, batch_size=16)
-    duel.log_prob(windows(64, 24, 20))
+    duel.log_prob(windows(32, 24, 20))
     assert duel.counts.rows_checked > 2 * FIRST and duel.counts.rows_differing == 0
 
 

@@ -48,7 +48,7 @@ ALIKE = [  # pairs that differ in one thing alone
 def test_windows_that_differ_in_one_thing_alone_keep_their_values(cache):
     toy = Attends(length=10)
     network = toy if cache is None else Cached(toy, cache)
-    for pair, rule in itertools.product(ALIKE, ("greedy:k=1", "left_to_right:k=2")):
+    for pair, rule in zip(ALIKE, itertools.cycle(("greedy:k=1", "left_to_right:k=2"))):
         block = 2 if len(pair[0].target) == len(pair[1].target) else None
         duel = DuelEstimator(network, rule, block)
         alone = [duel.log_prob([window])[0] for window in pair]

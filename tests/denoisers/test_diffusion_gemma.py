@@ -93,19 +93,18 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
     together = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob(windows)
     alone = [NoisedElbo(decoder, NoisedElboArguments(16, 4), batch_size=1).log_prob([window])[0] for window in windows]
     assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-9)
-    exact = sum(
-        bound(gemma_reference.Plain(decoder, (0, *windows[0].target[:start])), windows[0].target[start : start + 2], 2)
-        for start in (0, 2, 4)
-    )
+    first = bound(gemma_reference.Plain(decoder, (0,)), (2, 1), 2)
+    last = bound(gemma_reference.Plain(decoder, (0, 2, 1)), (0,), 2)
+    exact = first + last
     estimator = NoisedElbo(decoder, NoisedElboArguments(512, 2, self_conditioning="none"))
-    [score] = estimator.log_prob(windows[:1])
+    [score] = estimator.log_prob([Window((0,), (2, 1, 0))])
     assert abs(score.log_prob + exact) < 4 * score.stderr
 
 
 HOW = [{}, {"self_conditioning": "none"}, {"prediction": "leave_one_out"}, {"temperatures": "0.8:0.4:4"}]
 
 
-@pytest.mark.parametrize("how", slow_but(HOW, (HOW[0], HOW[3])))
+@pytest.mark.parametrize("how", slow_but(HOW, (HOW[0],)))
 def test_given_the_noise_it_has_a_likelihood(decoder, how):
     """A canvas and a short one, each with its own output of the step before.
 
@@ -125,7 +124,7 @@ def test_given_the_noise_it_has_a_likelihood(decoder, how):
         assert drawn.log_prob == pytest.approx(again.log_prob, abs=1e-9)
 
 
-@pytest.mark.parametrize("how", slow_but(HOW, (HOW[0], HOW[3])))
+@pytest.mark.parametrize("how", slow_but(HOW, (HOW[3],)))
 def test_an_audit_over_seeds_predicts_in_the_same_way(decoder, how):
     duel = Duel(decoder, "greedy", estimator="duel_seeds", noise_seeds=2, **how)
     window = Window(CONTEXT, (2, 0, 0, 1, 2))

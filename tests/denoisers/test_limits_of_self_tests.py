@@ -43,6 +43,7 @@ class Sized(Toy):
         return super().features(ids, real)
 
 
+@pytest.mark.row_checks
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 @pytest.mark.parametrize("tokens", [1, 16, 128, 129])
 def test_a_row_is_tested_in_calls_of_the_positions_that_are_given(length, tokens):

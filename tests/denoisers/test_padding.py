@@ -188,6 +188,7 @@ def test_batch_normalisation_in_training_mode_is_refused_and_its_statistics_stay
     assert network.norm.training
 
 
+@pytest.mark.row_checks
 def test_a_masked_lm_in_half_precision_is_tested_in_float32(tmp_path, monkeypatch):
     own = transformers.BertForMaskedLM.forward
 

@@ -54,6 +54,7 @@ MADE = {  # a network, or the dtype of a BERT, and arguments
 }
 
 
+@pytest.mark.row_checks
 def test_specs_of_networks_in_memory(caplog):
     caplog.set_level(logging.INFO)
     lines = []

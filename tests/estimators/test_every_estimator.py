@@ -132,6 +132,7 @@ LIKE_OTHERS = {
     *("order, origin", "order, random", "order, entropy", "order, margin"),
     *("two phases", "two phases, left to right"),
     *("random tokens, denoiser", "random tokens and masks", "random tokens, denoiser, no limit"),
+    *("random tokens", "random tokens, no limit"),
 }
 
 
@@ -156,7 +157,7 @@ def short_of_memory(whole):
 
 
 FAST = ("duel, memory", "duel, block-causal", "elbo by ratio", "elbo, block-causal", "all orders")
-FAST += ("confidence, at least 2", "order, entropy, hot", "two phases", "random tokens")
+FAST += ("confidence, at least 2", "order, entropy, hot", "two phases", "random tokens, denoiser, no limit")
 
 
 @pytest.mark.parametrize("name", slow_but(ESTIMATORS, FAST))

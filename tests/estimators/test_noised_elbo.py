@@ -44,7 +44,6 @@ PROCESSES = [  # a toy, and the self-conditioning of the process
 FAST = [
     ("uniform plugin", "none"),
     ("hybrid denoiser", "none"),
-    ("masks", "none"),
     ("conditioned", "twice"),
     ("conditioned denoiser", "chain"),
 ]

@@ -123,6 +123,17 @@ def test_tasks_are_loaded_once_with_the_random_numbers_of_lm_eval(tmp_path):
     assert manager.load(config.tasks)["tasks"]["shuffled"] is not task, "another call loads again"
 
 
+@pytest.fixture(scope="module")
+def use_cache(tmp_path_factory):
+    """The response cache of a run of one text, made before a network ends a test."""
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    folder = tmp_path_factory.mktemp("answers")
+    first = cached(DuelMDM(pretrained="demo-mdm", block=4, device="cpu"), folder)
+    first.loglikelihood_rolling(ask("loglikelihood_rolling", ("We the people",)))
+    return str(folder / "c")
+
+
 @pytest.mark.parametrize(
     ("model_args", "named"),
     [
@@ -133,14 +144,8 @@ def test_tasks_are_loaded_once_with_the_random_numbers_of_lm_eval(tmp_path):
         ({"windows": "harness"}, "windows: this run harness"),
     ],
 )
-def test_answers_under_other_model_args_are_refused(model_args, named, tmp_path, monkeypatch):
-    monkeypatch.undo()  # the first run loads its network
-    from lm_eval_duel.harness.lm import DuelMDM
-
-    first = cached(DuelMDM(pretrained="demo-mdm", block=4, device="cpu"), tmp_path)
-    first.loglikelihood_rolling(ask("loglikelihood_rolling", ("We the people",)))
-    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
-    config = settings(["sotu"], model_args={"block": 4, **model_args}, use_cache=str(tmp_path / "c"))
+def test_answers_under_other_model_args_are_refused(model_args, named, use_cache):
+    config = settings(["sotu"], model_args={"block": 4, **model_args}, use_cache=use_cache)
     if not named:
         assert config.process_tasks().load(config.tasks)["tasks"].keys() == {"sotu"}
         return

@@ -143,7 +143,7 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     denoiser = Toy(tokens=6, length=32)  # in float64
     draw = random.Random(2)
     windows = []
-    for _ in range(16):
+    for _ in range(10):
         length = draw.randrange(1, 31)
         windows.append(Window((1,), draw.choices(range(6), k=length)))
 
@@ -175,7 +175,7 @@ def test_the_first_document_of_the_order_is_finished_early():
     """After a few percent of the steps, whatever the lengths of the others; no step is taken twice."""
     duel = DuelEstimator(Toy(tokens=6, length=16), "greedy", 4, max_batch_size=4)
     windows = []
-    for n in range(120):
+    for n in range(60):
         windows.append(Window((1,), DRAW.choices(range(6), k=15 - n % 2)))
     steps = {}  # that were taken when a window was finished
     for index, _ in duel.stream(windows, in_order=True):

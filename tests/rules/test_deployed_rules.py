@@ -41,15 +41,24 @@ def every_rule(table):
     return texts
 
 
+def one_of_each(table):
+    """A text of every rule, with one schedule."""
+    return {rules.split(text)[0]: text for text in every_rule(table)}.values()
+
+
+TEXTS = pytest.mark.parametrize("texts", [one_of_each, pytest.param(every_rule, marks=pytest.mark.slow)])
+
+
 def test_a_rule_in_a_file_sums_to_one(table):
     assert abs(total(Duel(Toy(), f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}", 2), 4) - 1) < 1e-9
 
 
-def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
+@TEXTS
+def test_sub_blocks_are_blocks_that_see_the_masks_after_them(texts, table, subtests):
     """In a bidirectional network, sub-blocks are smaller blocks: a rule's steps and memory start again in each."""
     toy = Toy(length=9)
     windows = [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
-    for rule in every_rule(table):
+    for rule in texts(table):
         with subtests.test(rule):
             small = Duel(toy, rule, 3).log_prob(windows)
             inside = Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
@@ -57,12 +66,13 @@ def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
             assert [s.nfe for s in inside] == [s.nfe for s in small]
 
 
-def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
+@TEXTS
+def test_after_a_blocks_first_position_a_rule_starts_afresh(texts, table, subtests):
     """The first position of a block alone, then the rule as in a block that begins behind it."""
     toy = Toy(length=9)
     window = Window((1,), (2, 0, 1, 1, 2))
     rest = Window((1, 2), (0, 1, 1, 2))
-    for rule in every_rule(table):
+    for rule in texts(table):
         if rules.parse(rule).name in ("dream", "random"):
             continue  # its schedule goes on, see `after_first`; its order is that of the whole block
         with subtests.test(rule):
@@ -72,11 +82,12 @@ def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
             assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
 
 
-def test_in_a_block_that_begins_inside_the_context_nothing_is_seeded(table, subtests):
+@TEXTS
+def test_in_a_block_that_begins_inside_the_context_nothing_is_seeded(texts, table, subtests):
     """Its first position is known, so the rule goes on as in a block that begins behind it: order, steps and values."""
     toy = Toy(length=9)
     window = Window((1, 0), (2, 0, 1, 1, 2, 0))
-    for rule in every_rule(table):
+    for rule in texts(table):
         if rules.parse(rule).name in ("dream", "random"):
             continue  # its schedule goes on, see `after_first`
         with subtests.test(rule):

@@ -13,6 +13,8 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 SETTINGS = {  # rule, block, cache and grid as the sources have them
     "llada": ("quota:steps=128", 128, None, "auto"),
     "llada-fast-dllm": ("threshold:mu=0.9", 32, None, "auto"),
