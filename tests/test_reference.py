@@ -80,7 +80,7 @@ def in_order(order):
     return follow
 
 
-@pytest.mark.parametrize("size", [2, None])
+@pytest.mark.parametrize("size", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_elbo_is_the_mean_over_orders(size):
     """So are the mean, the mixture and the best of all orders what `over_orders` says block by block."""
     toy = Toy()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attends import Attends
 from close import same_scores
+from laws import slow_but
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
@@ -86,7 +87,7 @@ def test_neither_company_nor_batch_size_nor_memory_changes_a_number(rule, cache)
         same(duel.log_prob(RAGGED), together)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", slow_but(CACHES, ["dual"]))
 def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch):
     cached = Cached(Attends(length=10), cache)
     slots = []

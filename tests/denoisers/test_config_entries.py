@@ -10,6 +10,7 @@ import pytest
 import torch
 from close import check
 from decoder_reference import CASES, VARIANTS
+from laws import slow_but
 from networks import DITS, NOISED, fitting, load, refused, textbook, written
 
 from lm_eval_duel import Duel
@@ -55,7 +56,7 @@ def test_routing_by_block_needs_the_block_and_the_experts_of_the_checkpoint(tmp_
         refused(path, f"has {capacity}", **options)
 
 
-@pytest.mark.parametrize("name", ["llada", "d2f-llada"])
+@pytest.mark.parametrize("name", slow_but(["llada", "d2f-llada"], ["llada"]))
 def test_llada_scales_its_embedding(name, tmp_path):
     """By the square root of its width (16), as in the authors' code; the head keeps its weights."""
     path, options = written(tmp_path, name, {"input_emb_norm": True})

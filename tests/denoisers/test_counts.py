@@ -50,12 +50,14 @@ class Recorded:
 @pytest.mark.parametrize("batch_size", [1, None])
 @pytest.mark.parametrize("name", MADE)
 def test_calls_and_rows_are_those_of_the_network(name, batch_size, monkeypatch):
-    rule = "greedy:k=2" if batch_size else "threshold:mu=0.4"
-    estimator = DuelEstimator(MADE[name](), rule, 3, batch_size=batch_size)
+    denoiser = MADE[name]()
     recorded = Recorded(monkeypatch)
-    estimator.log_prob(WINDOWS if batch_size else [*WINDOWS, *MANY])
-    assert estimator.counts.forwards == len(recorded.calls)
-    assert estimator.counts.rows == sum(rows for rows, _ in recorded.calls)
+    for rule in ("greedy:k=2", "threshold:mu=0.4"):
+        estimator = DuelEstimator(denoiser, rule, 3, batch_size=batch_size)
+        recorded.calls.clear()
+        estimator.log_prob(WINDOWS if batch_size else [*WINDOWS, *MANY])
+        assert estimator.counts.forwards == len(recorded.calls), rule
+        assert estimator.counts.rows == sum(rows for rows, _ in recorded.calls), rule
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -126,7 +126,7 @@ ONE_WINDOW = [  # of each, too: the same network with other options is compared 
     *((NEMOTRON, options) for options in ({"first_token": "block"}, {"attention": "causal"})),
 ]
 FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]] + ONE_WINDOW
-CUT_LIKE = ("fast-dllm-v2", "bd3lm")  # a cut last block is compared under other block-causal networks
+CUT_LIKE = ("fast-dllm-v2", "bd3lm", NEMOTRON)  # a cut last block is compared under other block-causal networks
 SLOW = [*ONE_WINDOW]
 for name, options in ENDS:
     is_like = name in ALIKE | PARTLY_LIKE or ("last_block" in options and name in CUT_LIKE)

@@ -53,7 +53,12 @@ def test_the_numbers_are_those_of_score(model):
     [
         ({"sample": 1.0}, "greedy,two_phase,block=3", True),
         ({"cache": "dual"}, "greedy,block=3,cache=dual", False),
-        ({"temperature": 0.5, "top_k": 20}, "greedy,block=3,temperature=0.5,top_k=20", False),
+        pytest.param(
+            {"temperature": 0.5, "top_k": 20},
+            "greedy,block=3,temperature=0.5,top_k=20",
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_estimates_and_other_networks_carry_their_label(model, more, label, same):
