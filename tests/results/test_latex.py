@@ -42,14 +42,20 @@ def test_rows_have_the_columns_of_the_heading():
     text = table().latex()
     body = text[: text.index(r"\end{tabular}")].splitlines()
     rows = [line for line in body if line.endswith(r"\\")]
-    assert rows and {cells(line) for line in rows} == {3}
-    assert r"\multicolumn{2}{c}{\textsc{DUEL}'s gap}" in text and r"\cmidrule(lr){2-3}" in text
+    assert rows
+    for row in rows:
+        assert cells(row) == 3, row
+    assert r"\multicolumn{2}{c}{\textsc{DUEL}'s gap}" in text
+    assert r"\cmidrule(lr){2-3}" in text
 
 
 def test_a_minus_is_one_and_remarks_are_text():
     text = table(["first", "second"]).latex()
-    assert r"$-$0.25\textsuperscript{1}" in text and r"$-$0.5 to +0.5" in text
-    assert r"\textsuperscript{2}~of second" in text and "again" not in text, "advice is not for readers"
+
+    assert r"$-$0.25\textsuperscript{1}" in text
+    assert r"$-$0.5 to +0.5" in text
+    assert r"\textsuperscript{2}~of second" in text
+    assert "again" not in text, "advice is not for readers"
     assert latex_text(f"a - b {MINUS} margin, log-odds of 1e-5") == "a - b $-$ margin, log-odds of 1e-5"
 
 
@@ -61,34 +67,42 @@ def test_documents_that_limit_left_out_are_told_below_every_table(tmp_path, size
         docs = documents(-10 * rates, [10] * size)
         make(tmp_path / "results", docs={"a_b": docs, "news": docs}, **more)
     out = tmp_path / "out"
+
     report([str(tmp_path / "results"), "--out", str(out)])
+
     shown = f"{size} of 99 documents" if size < 99 else "99 documents"
-    files = sorted(out.glob("*.tex"))
-    assert {"gap_a_b.tex", "methods_news.tex", "perplexity.tex"} <= {file.name for file in files}
-    for file in files:
+    for name in ("gap_a_b.tex", "methods_news.tex", "perplexity.tex"):
+        assert (out / name).exists()
+    for file in out.glob("*.tex"):
         comment, *lines = file.read_text().splitlines()
         below = "\n".join(lines[lines.index(r"\end{tabular}") :])
         for task in ("a_b", "news"):
             is_about = file.stem.endswith(task) or file.stem in ("perplexity", "gap_closed")
             assert (f"{task}: {shown}" in comment) == is_about, file.name
             assert (f"{latex_text(task)}: {shown}" in below) == (is_about and size < 99), file.name
+
     with (out / "report.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    assert {(row["documents"], row["available_documents"]) for row in rows} == {(str(size), "99")}
+    assert rows
+    for row in rows:
+        assert row["documents"] == str(size)
+        assert row["available_documents"] == "99"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
 def test_pdflatex_takes_every_table(tmp_path):
     """The tables of a report, and one of names in markup."""
-    nats = [-10.0 * n for n in range(1, 13)]
-    tokens = [3 * n for n in range(1, 13)]
+    nats = np.linspace(-10, -120, 12)
+    tokens = range(3, 39, 3)
     hf(tmp_path / "results", docs={"a_b": documents(nats, tokens)})
-    for shift, more in ((1.2, {"estimator": "elbo"}), (1.1, {}), (1.15, {"rule": "threshold:mu=0.5"})):
-        docs = documents([shift * value for value in nats], tokens)
-        ours(tmp_path / "results", docs={"a_b": docs, "50%": docs}, nfe=shift, **more)
+    for factor, more in ((1.2, {"estimator": "elbo"}), (1.1, {}), (1.15, {"rule": "threshold:mu=0.5"})):
+        docs = documents(factor * nats, tokens)
+        ours(tmp_path / "results", docs={"a_b": docs, "50%": docs}, nfe=factor, **more)
     out = tmp_path / "out"
+
     report([str(tmp_path / "results"), "--out", str(out)])
+
     (out / "names.tex").write_text(table().latex())
     files = sorted(out.glob("*.tex"))
     assert len(files) > 6

@@ -18,10 +18,12 @@ OTHER_TOKENS = {"docs": {"sotu": documents(NATS, (11, 12, 14, 16), TEXTS)}}
 OTHER_TEXTS = {"docs": {"sotu": documents(NATS, TOKENS, [*TEXTS[:3], "another text"])}}
 
 
-def two(tmp_path, of_hf=None, of_ours=None):
+def two(tmp_path, changes_of_hf=None, changes_of_ours=None):
     """An hf and one of our results on the same four documents, with changes."""
-    hf(tmp_path / "ar", **{"docs": DOCS} | (of_hf or {}))
-    ours(tmp_path / "results", **{"docs": DOCS} | (of_ours or {}))
+    of_hf = {"docs": DOCS} | (changes_of_hf or {})
+    of_ours = {"docs": DOCS} | (changes_of_ours or {})
+    hf(tmp_path / "ar", **of_hf)
+    ours(tmp_path / "results", **of_ours)
 
 
 def owt(tmp_path, *, ar=({},), **by_estimator):
@@ -98,8 +100,11 @@ def test_equal_texts_are_separate_documents(tmp_path):
     docs = {"sotu": documents(range(-30, -40, -1), range(10, 20), texts)}
     for rule in ("greedy:k=1", "margin:k=1"):
         ours(tmp_path / "results", docs=docs, rule=rule)
-    found = run(tmp_path)["tasks"]["sotu"]
-    assert found["documents"] == 10 and all(row["interval"] for row in found["rows"])
+
+    task = run(tmp_path)["tasks"]["sotu"]
+
+    assert task["documents"] == 10
+    assert all(row["interval"] for row in task["rows"])
 
 
 def test_documents_are_compared_with_the_first_that_has_samples(tmp_path):
@@ -126,8 +131,11 @@ def test_word_perplexity_stands_across_tokenizers(tmp_path):
     two(tmp_path, {}, OTHER_TOKENS)
     with pytest.raises(DuelError, match="--metric word_perplexity"):
         run(tmp_path)
-    found = run(tmp_path, "--metric", "word_perplexity")["tasks"]["sotu"]
-    assert found["metric"] == "word_perplexity" and any("tokenizer" in line for line in found["differences"])
+
+    task = run(tmp_path, "--metric", "word_perplexity")["tasks"]["sotu"]
+    assert task["metric"] == "word_perplexity"
+    assert any("tokenizer" in line for line in task["differences"])
+
     with pytest.raises(DuelError, match="Wanted perplexity of sotu, but there is"):
         run(tmp_path, "--metric", "perplexity")
 
@@ -140,9 +148,11 @@ def test_the_ar_result_must_be_one_and_autoregressive(tmp_path):
     owt(tmp_path, ar=(), duel=(22.58, {}))
     with pytest.raises(DuelError, match="is a result of estimator=duel, not of an autoregressive model"):
         run(tmp_path)
-    owt(tmp_path / "other", ar=({}, {}), duel=(22.58, {}))
+
+    other = tmp_path / "other"
+    owt(other, ar=({}, {}), duel=(22.58, {}))
     with pytest.raises(DuelError, match="--ar holds owt more than once"):
-        run(tmp_path / "other")
+        run(other)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +172,61 @@ def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, 
 
     same_law = {"spec": {"mc_samples": "8"}}
     owt(tmp_path, ar=(), elbo=(23.0, same_law))
-    found = run(tmp_path, "--as_published")
-    assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(100 * (23.0 - 22.0) / (23.0 - 17.54))
-    [note] = [note for note in found["tasks"]["owt"]["notes"] if note.startswith("ELBO of MDLM")]
+    content = run(tmp_path, "--as_published")
+    row = rows(content, "owt")["MDLM"]
+    assert row["gap_closed"] == pytest.approx(100 * (23.0 - 22.0) / (23.0 - 17.54))
+    [note] = [note for note in content["tasks"]["owt"]["notes"] if note.startswith("ELBO of MDLM")]
     assert "mc_samples=8, elbo_form=count, elbo_block=none" in note
 
 
 EXACT = None  # the mean over all orders, which a lattice run gives
 CANDIDATES = (  # ELBOs of one network, the one to close a gap of first: draws (or EXACT), and eps
-    *((EXACT, 0.0), (1024, 0.0), (999, 0.0), (128, 0.0), (64, 0.0), (16, 0.0), (8, 0.0)),
-    *((4096, 0.001), (100, 0.001), (20, 0.001)),
+    (EXACT, 0.0),
+    (1024, 0.0),
+    (999, 0.0),
+    (128, 0.0),
+    (64, 0.0),
+    (16, 0.0),
+    (8, 0.0),
+    (4096, 0.001),
+    (100, 0.001),
+    (20, 0.001),
 )
+
+
+def value_of(candidate):
+    """Its perplexity, which grows from the first to the last."""
+    return 30.0 + CANDIDATES.index(candidate)
+
+
+def write_candidates(folder, model, attention, candidates):
+    """Results of one model: a DUEL run, and an ELBO for each candidate."""
+    shared = {"model": model, "attention": attention}
+    block = "None" if attention == "bidirectional" else "4"
+    ours(folder, per_token(["owt"], [22.0]), **shared)
+    for candidate in candidates:
+        value = value_of(candidate)
+        draws, eps = candidate
+        if draws is EXACT:
+            exact = {"owt": {"elbo_exact": value}}
+            ours(folder, per_token(["owt"], [28.0]), estimator="mixture", values=exact, **shared)
+        else:
+            spec = {"mc_samples": str(draws), "elbo_block": block, "elbo_eps": str(eps)}
+            ours(folder, per_token(["owt"], [value]), estimator="elbo", spec=spec, **shared)
+
+
+def check_elbo(row, elbo, note, candidate):
+    """The gap of a row is closed from the ELBO of a candidate, which is described in a note."""
+    value = value_of(candidate)
+    draws, eps = candidate
+    assert elbo["value"] == pytest.approx(value)
+    assert elbo["estimator"] == ("elbo_exact" if draws is EXACT else "elbo")
+    assert elbo["eps"] == eps
+    assert row["gap_closed"] == pytest.approx(100 * (value - 22.0) / (value - 17.54))
+    assert ("exact" in note) == (draws is EXACT)
+    if draws is not EXACT:
+        assert f" mc_samples={draws}," in note
+    assert ("NO bound" in note) == (eps > 0)
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
@@ -181,50 +235,26 @@ def test_the_elbo_is_the_best_of_the_candidates_in_any_order_of_the_files(tmp_pa
 
     The exact ELBO is over blocks, so it is none of a bidirectional network's, whose ELBO is over the whole target.
     """
-    block = "4"
     eligible = list(CANDIDATES)
     if attention == "bidirectional":
-        block = "None"
         eligible.remove((EXACT, 0.0))
     groups = [eligible, eligible[::-1]]
     for pair in itertools.pairwise(eligible):
         groups += [pair, pair[::-1]]
-
-    def value(candidate):
-        return 30.0 + CANDIDATES.index(candidate)
-
-    results = tmp_path / "results"
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
-
     for number, candidates in enumerate(groups):
-        model = {"model": f"model {number}", "attention": attention}
-        ours(results, per_token(["owt"], [22.0]), **model)
-        for draws, eps in candidates:
-            if draws is EXACT:
-                exact = {"owt": {"elbo_exact": value((draws, eps))}}
-                ours(results, per_token(["owt"], [28.0]), estimator="mixture", values=exact, **model)
-                continue
-            spec = {"mc_samples": str(draws), "elbo_block": block, "elbo_eps": str(eps)}
-            ours(results, per_token(["owt"], [value((draws, eps))]), estimator="elbo", spec=spec, **model)
+        write_candidates(tmp_path / "results", f"model {number}", attention, candidates)
 
-    found = run(tmp_path, "--as_published")
-    of_duel = rows(found, "owt")
-    task = found["tasks"]["owt"]
-    assert len(of_duel) == len(groups)
+    content = run(tmp_path, "--as_published")
+
+    task = content["tasks"]["owt"]
+    duel_rows = rows(content, "owt")
+    assert len(duel_rows) == len(groups)
     for number, candidates in enumerate(groups):
         best = min(candidates, key=CANDIDATES.index)
-        draws, eps = best
-        row = of_duel[f"model {number}"]
-        elbo = task["rows"][row["elbo"]]
-        assert elbo["value"] == pytest.approx(value(best)), candidates
-        assert elbo["estimator"] == ("elbo_exact" if draws is EXACT else "elbo")
-        assert elbo["eps"] == eps
-        assert row["gap_closed"] == pytest.approx(100 * (value(best) - 22.0) / (value(best) - 17.54)), candidates
-
+        row = duel_rows[f"model {number}"]
         [note] = [note for note in task["notes"] if re.match(rf"ELBO of model {number}\b", note)]
-        assert ("exact" in note) == (draws is EXACT)
-        assert draws is EXACT or f" mc_samples={draws}," in note
-        assert ("NO bound" in note) == (eps > 0)
+        check_elbo(row, task["rows"][row["elbo"]], note, best)
 
 
 @pytest.mark.parametrize("known", [None, 0.5])
@@ -232,11 +262,14 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
     """An estimate without a sampling error, and the same with one. Only over windows is its error known in both."""
     owt(tmp_path, elbo=(24.0, {}))
     file = ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="two_phase", spec={"sample": "0.05"})
-    for key, error in {"stderr": known, "window_stderr": 2.0}.items():
-        put(file, f"config.duel.tasks.owt.values.two_phase.{key}", error)
+    put(file, "config.duel.tasks.owt.values.two_phase.stderr", known)
+    put(file, "config.duel.tasks.owt.values.two_phase.window_stderr", 2.0)
+
     row = rows(run(tmp_path, "--as_published"), "owt", "two_phase")["MDLM"]
+
     assert row["gap_closed"] == pytest.approx(100 * (24.0 - 20.0) / (24.0 - 17.54))
-    assert (row["gap_closed_stderr"] is None) == (row["stderr"] is None) == (known is None)
+    assert (row["stderr"] is None) == (known is None)
+    assert (row["gap_closed_stderr"] is None) == (known is None)
 
 
 def test_the_baseline_stays_whatever_else_is_there(tmp_path):
@@ -253,14 +286,17 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path):
     for more in ({}, {"dtype": "torch.bfloat16"}, {"args": {"revision": "step1000"}}):  # the first is of the same spec
         hf(tmp_path / "results", docs=docs(3.0), **more)
 
-    found = run(tmp_path)["tasks"]["sotu"]
-    baseline, *others = found["rows"]
-    assert baseline["ar"] and not any(row["ar"] for row in others)
-    assert baseline["name"] == "AR, dtype=float32, revision=not set" and "/ar/" in baseline["file"]
+    task = run(tmp_path)["tasks"]["sotu"]
+
+    baseline, *others = task["rows"]
+    assert baseline["ar"]
+    assert baseline["name"] == "AR, dtype=float32, revision=not set"
+    assert "/ar/" in baseline["file"]
+    assert not any(row["ar"] for row in others)
     assert [row["estimator"] for row in others].count("ar") == 2
     [duel] = [row for row in others if row["rule"]]
     assert duel["gap_closed"] == closed
-    assert any("is shown" in note and "holds it too" in note for note in found["notes"])
+    assert any("is shown" in note and "holds it too" in note for note in task["notes"])
 
 
 @pytest.mark.parametrize("write", [hf, ours])
@@ -273,7 +309,9 @@ def test_the_same_value_again_without_samples_does_not_take_the_interval(tmp_pat
     other(tmp_path / "results", docs={"sotu": documents(-tokens * (2.5 + hard), tokens)})
     first = write(tmp_path / "results", docs={"sotu": documents(-tokens * (3.0 + hard), tokens)})
     second = write(tmp_path / "results", docs={"sotu": documents(-tokens * (rate + hard), tokens)}, log=False)
+
     [row] = rows(run(tmp_path), "sotu", "ar" if write is hf else "duel").values()
+
     assert row["file"] == str(first if keeps_samples else second)
     assert bool(row["interval"]) == keeps_samples
     assert row["ar"] == (write is hf)
@@ -283,11 +321,14 @@ def test_the_same_value_again_without_samples_does_not_take_the_interval(tmp_pat
 def test_the_only_ar_result_is_the_baseline_and_of_several_none(tmp_path, model, args):
     ours(tmp_path / "results", docs=DOCS)
     hf(tmp_path / "results", docs=DOCS)
-    assert [row["model"] for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["ar"]] == ["ARM"]
+    content = run(tmp_path)
+    [baseline] = [row for row in content["tasks"]["sotu"]["rows"] if row["ar"]]
+    assert baseline["model"] == "ARM"
+
     hf(tmp_path / "results", docs=DOCS, model=model, args=args)
-    found = run(tmp_path)
-    assert not any(row["ar"] for row in found["tasks"]["sotu"]["rows"])
-    assert any("name one with --ar" in note for note in found["notes"])
+    content = run(tmp_path)
+    assert not any(row["ar"] for row in content["tasks"]["sotu"]["rows"])
+    assert any("name one with --ar" in note for note in content["notes"])
 
 
 ALONE = {  # what the reason names: the result that there is
@@ -301,9 +342,14 @@ ALONE = {  # what the reason names: the result that there is
 def test_a_missing_result_without_a_cache_is_stated(tmp_path, named):
     ours(tmp_path / "results", docs=DOCS, **ALONE[named])
     ours(tmp_path / "results", docs=DOCS, spec={"cache": "dual"})
-    (cost,) = [row["cache_cost"] for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
-    assert cost["second"] is None and cost["difference"] is None
-    assert all(part in cost["reason"] for part in named)
+
+    [row] = [row for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
+
+    cost = row["cache_cost"]
+    assert cost["second"] is None
+    assert cost["difference"] is None
+    for part in named:
+        assert part in cost["reason"]
 
 
 def test_the_longest_document_is_the_tasks(tmp_path):
@@ -311,9 +357,11 @@ def test_the_longest_document_is_the_tasks(tmp_path):
     two(tmp_path, {"max_length": 128, "log": False}, {"spec": {"windows": "independent"}, "duel": duel, "log": False})
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)
-    (file,) = (tmp_path / "results").rglob("results_*.json")
+
+    [file] = (tmp_path / "results").rglob("results_*.json")
     put(file, "config.duel.tasks.sotu.longest_document", 16)
     assert run(tmp_path)["tasks"]["sotu"]["differences"] == []
+
     put(file, "config.duel.tasks.sotu.documents", 3)  # the others: not known
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)

@@ -27,8 +27,11 @@ def differences_of(page_text):
     tables = {}
     for section in re.findall('<section class="differences">(.*?)</section>', page_text, re.DOTALL):
         [heading] = re.findall("<h2>(.*?)</h2>", section)
-        rows = re.findall('<tr class="row">(.*?)</tr>', section, re.DOTALL)
-        tables[heading] = [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+        rows = []
+        for row in re.findall('<tr class="row">(.*?)</tr>', section, re.DOTALL):
+            cells = re.findall("<td[^>]*>(.*?)</td>", row)
+            rows.append([html.unescape(cell) for cell in cells])
+        tables[heading] = rows
     return tables
 
 
@@ -39,20 +42,25 @@ def test_the_page_has_the_differences_of_the_report(tmp_path, count):
     hf(tmp_path, docs=docs(*tasks, shift=-9))
     for n in range(count):
         ours(tmp_path, docs=docs(*tasks, shift=5 * n), rule=f"greedy:k={n + 1}")
+    count_of_pairs = math.comb(count + 1, 2)
+
     content = board(tmp_path, "--pairs", "all")
     shown = page.html(content, None)
+    without = page.html(board(tmp_path, "--pairs", "none"), None)
+
     expected = {}
     for name, task in content.tasks.items():
         table = columns.differences(task)
-        assert len(table.rows) == math.comb(count + 1, 2)
+        assert len(table.rows) == count_of_pairs
         expected[f"{name}: {table.title}"] = table.rows
-    assert len(expected) == len(tasks) and differences_of(shown) == expected
-    is_short = math.comb(count + 1, 2) <= page.MOST_PAIRS
-    assert shown.count("<details open>") == len(tasks) * is_short
-    assert shown.count(columns.SIGN) == len(tasks) == shown.count(columns.SINGLE)
-    assert shown.count("Ranks are by value") == 1
+    assert len(expected) == len(tasks)
+    assert differences_of(shown) == expected
 
-    without = page.html(board(tmp_path, "--pairs", "none"), None)
+    is_short = count_of_pairs <= page.MOST_PAIRS
+    assert shown.count("<details open>") == (len(tasks) if is_short else 0)
+    assert shown.count(columns.SIGN) == len(tasks)
+    assert shown.count(columns.SINGLE) == len(tasks)
+    assert shown.count("Ranks are by value") == 1
     assert differences_of(without) == {}
     assert "Ranks are by value" not in without
 
@@ -61,17 +69,21 @@ def test_the_sign_of_differences_is_explained_below_every_table_of_them(tmp_path
     hf(tmp_path, docs=docs("sotu", shift=-9))
     ours(tmp_path, docs=docs("sotu"))
     ours(tmp_path, docs=docs("sotu", shift=2), spec={"cache": "dual"})
+
     content = board(tmp_path)
-    explained = {"pairs": columns.SIGN, "cache": columns.SIGN_OF_COST}
-    texts = {kind: table for _, kind, table in content.tables()}
-    assert texts.keys() > explained.keys()
-    for kind, table in texts.items():
+
+    tables = {kind: table for _, kind, table in content.tables()}
+    assert tables.keys() > {"pairs", "cache"}
+    for kind, table in tables.items():
         for text in (table.text(), table.markdown(), table.latex()):
-            assert ("log p" in text) == (kind in explained)
-    for sentence in explained.values():
-        assert sentence in reports.markdown(content) and sentence in reports.console(content)
+            assert ("log p" in text) == (kind in ("pairs", "cache"))
+    for sentence in (columns.SIGN, columns.SIGN_OF_COST):
+        assert sentence in reports.markdown(content)
+        assert sentence in reports.console(content)
+
     [pair] = [pair for pair in content.tasks["sotu"].pairs if pair.first.ar]
-    assert pair.difference < 0 and pair.first.value < pair.second.value, "below 0 the first is better"
+    assert pair.difference < 0, "below 0 the first is better"
+    assert pair.first.value < pair.second.value
 
 
 def test_a_baseline_that_is_named_by_its_model_is_an_error_that_names_its_files(tmp_path):
@@ -91,6 +103,9 @@ def test_only_gaps_have_a_table_of_gaps(tmp_path, has_baseline):
         hf(tmp_path / "in", docs=docs("sotu", shift=-9))
     ours(tmp_path / "in", docs=docs("sotu"))
     out = tmp_path / "out"
+
     reports.write(board(tmp_path / "in"), str(out))
+
     assert (out / "gap_sotu.tex").exists() == has_baseline
-    assert (out / "methods_sotu.tex").exists() and "### Gap to" in (out / "report.md").read_text()
+    assert (out / "methods_sotu.tex").exists()
+    assert "### Gap to" in (out / "report.md").read_text()
