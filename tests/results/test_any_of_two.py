@@ -1,10 +1,11 @@
 """Choices among two or three entries that differ, in both orders: which one counts, whichever file comes first."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
-from results import documents, edit, hf, ours
+from results import documents, hf, ours, put
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.report import parse
@@ -16,9 +17,8 @@ TOKENS = (20, 40, 30)
 NATS = (-60, -150, -90)
 
 
-def docs(*tasks, shift=0.0):
-    nats = [each - shift for each in NATS]
-    return {task: documents(nats, TOKENS) for task in tasks}
+def docs(*tasks):
+    return {task: documents(NATS, TOKENS) for task in tasks}
 
 
 def board(folder, *words):
@@ -45,31 +45,30 @@ def test_a_method_has_a_time_only_if_both_of_its_runs_have(tmp_path, is_first, o
     runs = {"sotu": KNOWN, "news": other} if is_first else {"sotu": other, "news": KNOWN}
     for task, duel in runs.items():
         ours(tmp_path, docs=docs(task), duel=duel)
-    [standing] = board(tmp_path).standings.rows
-    method = standing.method
     expected = None if seconds is None else pytest.approx(seconds / (2 * sum(TOKENS)))
+
+    [standing] = board(tmp_path).standings.rows
+
+    method = standing.method
     assert method.seconds_per_token == expected
-    assert reason in method.seconds_reason and bool(reason) == bool(method.seconds_reason)
+    assert reason in method.seconds_reason
+    assert bool(reason) == bool(method.seconds_reason)
     assert method.device == device
 
 
 @pytest.mark.parametrize("order", [("sotu", "news"), ("news", "sotu")])
 def test_entries_of_a_method_that_one_of_its_runs_has(tmp_path, order):
     """Parameters are those of whichever run knows them; steps are of the tasks that have both counts."""
-    duel = {"sotu": {}, "news": {"parameters": 1234}}
+    parameters = {"sotu": {}, "news": {"parameters": 1234}}
+    steps = {"sotu": None, "news": 45}
     for task in order:
-        edit(ours(tmp_path, docs=docs(task), duel=duel[task]), without_steps if task == "sotu" else with_steps)
+        file = ours(tmp_path, docs=docs(task), duel=parameters[task])
+        put(file, f"config.duel.tasks.{task}.values.duel.nfe", steps[task])
+
     [standing] = board(tmp_path).standings.rows
+
     assert standing.method.parameters == 1234
     assert standing.method.nfe_per_token == pytest.approx(45 / sum(TOKENS))
-
-
-def without_steps(body):
-    body["config"]["duel"]["tasks"]["sotu"]["values"]["duel"]["nfe"] = None
-
-
-def with_steps(body):
-    body["config"]["duel"]["tasks"]["news"]["values"]["duel"]["nfe"] = 45
 
 
 # ---------------------------------------------------------------- what means are over
@@ -82,23 +81,32 @@ def test_the_mean_is_over_the_metric_of_the_most_tasks(tmp_path, order):
     for task in order:
         for model, bits in (("A", 2.0), ("B", 3.0)):
             hf(tmp_path, {task: {METRICS[task]: 9.0 + bits + order.index(task)}}, model=model)
+
     standings = board(tmp_path).standings
-    assert (standings.metric, sorted(standings.mean_of)) == ("byte_perplexity", ["b", "c"])
+
+    assert standings.metric == "byte_perplexity"
+    assert sorted(standings.mean_of) == ["b", "c"]
 
 
 @pytest.mark.parametrize("tasks", [("one", "two"), ("two", "one")])
 def test_without_a_mean_methods_are_ranked_in_the_task_with_the_most_rows(tmp_path, tasks):
+    models = {"one": ["A"], "two": ["A", "B"]}
     for task in tasks:
-        for model in "AB"[: 1 + (task == "two")]:
+        for model in models[task]:
             hf(tmp_path, {task: {"token_perplexity": 20.0}}, model=model)
+
     standings = board(tmp_path).standings
-    assert standings.by == "two" and standings.mean_of == []
+
+    assert standings.by == "two"
+    assert standings.mean_of == []
 
 
 def test_equal_values_share_a_rank_and_the_next_one_is_left_out(tmp_path):
     for model, perplexity in (("A", 20.0), ("B", 20.0), ("C", 21.0), ("D", 19.0)):
         hf(tmp_path, {"sotu": {"token_perplexity": perplexity}}, model=model)
+
     ranks = {row.method.named.model: row.rank for row in board(tmp_path).standings.rows}
+
     assert ranks == {"D": 1, "A": 2, "B": 2, "C": 4}
 
 
@@ -108,11 +116,13 @@ def test_equal_values_share_a_rank_and_the_next_one_is_left_out(tmp_path):
 def time(seconds=None, whole=None, tokens=100, place=("cpu", 1), tasks=("a",), cached=False):
     device, ranks = place
     duel = {"seconds": seconds, "tokens": tokens, "device": device, "ranks": ranks}
-    header = SimpleNamespace(total_evaluation_time_seconds=whole)
-    of_tasks = dict.fromkeys(tasks)
-    return costs.Time(
-        SimpleNamespace(config=SimpleNamespace(duel=duel), header=header, every_task=of_tasks, cached=cached)
+    run = SimpleNamespace(
+        config=SimpleNamespace(duel=duel),
+        header=SimpleNamespace(total_evaluation_time_seconds=whole),
+        every_task=dict.fromkeys(tasks),
+        cached=cached,
     )
+    return costs.Time(run)
 
 
 SCORED = time(6.0)
@@ -147,9 +157,10 @@ WHOLE = time(whole=50.0)
     ],
 )
 def test_a_ratio_is_of_times_that_can_be_compared(this, others, ratio, reason):
-    found = costs._ratio(this, others, "AR run", "note")
-    assert found.value == (None if ratio is None else pytest.approx(ratio))
-    assert reason in found.reason
+    computed = costs._ratio(this, others, "AR run", "note")
+
+    assert computed.value == (None if ratio is None else pytest.approx(ratio))
+    assert reason in computed.reason
 
 
 @pytest.mark.parametrize("known", [("a", "b"), ("a",), ("b",), ()])
@@ -158,6 +169,7 @@ def test_the_tokens_of_another_model_are_known_if_those_of_all_tasks_are(known):
     for name, size in (("a", 30.0), ("b", 12.0)):
         tasks[name] = SimpleNamespace(tokens={"text": size, "more": 1.0} if name in known else None)
     run = SimpleNamespace(config=SimpleNamespace(duel={}), tasks=tasks)
+
     assert costs.Time(run).tokens == (44 if len(known) == 2 else None)
 
 
@@ -175,6 +187,7 @@ def test_each_filter_of_an_average_has_its_own_error():
     entries = {"acc,none": 0.5, "acc_stderr,none": 0.1, "acc,strict": 0.25, "acc_stderr,strict": 0.2}
     entries |= {"f1,strict": 0.75, "f1_stderr,strict": "N/A", "alias": "t", "word_perplexity,none": 3.0}
     expected = {"acc": (0.5, 0.1), "acc (strict)": (0.25, 0.2), "f1 (strict)": (0.75, None)}
+
     assert read._averages(entries) == expected
 
 
@@ -183,19 +196,22 @@ def test_each_filter_of_an_average_has_its_own_error():
 
 def test_a_value_in_another_metric_has_the_error_of_that_metric(tmp_path):
     file = ours(tmp_path, docs=docs("sotu"), estimator="elbo", spec={"mc_samples": "16"})
-    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"]["values"]["elbo"].update(stderr=3.0))
-    [each] = board(tmp_path).tasks["sotu"].rows
-    row = each.row
-    size = sum(len(f"text {n}") for n in range(3))
+    put(file, "config.duel.tasks.sotu.values.elbo.stderr", 3.0)
+    size = len("text 0" + "text 1" + "text 2")
+
+    [compared] = board(tmp_path).tasks["sotu"].rows
+
+    row = compared.row
     assert value(row).endswith(f"± {row.value * 3.0 / sum(TOKENS):.2f}")
-    assert value(row, "bits_per_byte").endswith(f"± {3.0 / size / 0.6931471805599453:.4f}")
+    assert value(row, "bits_per_byte").endswith(f"± {3.0 / size / math.log(2):.4f}")
 
 
 # ---------------------------------------------------------------- the names of the bundled models
 
 
 def test_the_masked_model_is_scored_if_none_is_named():
-    assert demo.BUNDLED == "demo-mdm" and demo.BUNDLED in demo.NAMES
+    assert demo.BUNDLED == "demo-mdm"
+    assert demo.BUNDLED in demo.NAMES
 
 
 @pytest.mark.parametrize("name", demo.NAMES)
@@ -212,4 +228,5 @@ def test_a_bundled_model_is_named_by_its_name_alone(name):
         f"org/{name}",
     ):
         assert demo.resolve(other) == other
-    assert demo.model_hint(["duel_sotu", name]) and not demo.model_hint([f"runs/{name}", "demo"])
+    assert demo.model_hint(["duel_sotu", name])
+    assert not demo.model_hint([f"runs/{name}", "demo"])

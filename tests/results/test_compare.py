@@ -23,13 +23,13 @@ def scores(shift=0.0, seed=1, tokens=None, **drawn):
     """Scores of the same texts; `shift` in nats per token. `drawn`: as in `text_score`."""
     texts = np.random.default_rng(0)
     noise = np.random.default_rng(seed)
-    found = []
+    scores_of_texts = []
     for n in range(SIZE):
         count = int(texts.integers(20, 60))
         hard = texts.normal(3.4, 0.5)
         nats = -count * (hard + shift + noise.normal(0, 0.02))
-        found.append(text_score(f"text {n} " + "word " * count, nats, tokens or count, **drawn))
-    return found
+        scores_of_texts.append(text_score(f"text {n} " + "word " * count, nats, tokens or count, **drawn))
+    return scores_of_texts
 
 
 def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
@@ -42,28 +42,36 @@ def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
     residuals = nats_a - nats_b - expected * tokens
     error = math.sqrt((residuals**2).sum()) / tokens.sum()
 
-    found = compare(a, b, ("A", "B"))
-    low, high = found.interval
-    assert found.unit == "token"
-    assert found.difference == pytest.approx(expected, abs=1e-12)
-    assert found.perplexities == pytest.approx(tuple(np.exp([nats_a.sum(), nats_b.sum()] / tokens.sum())))
+    forward = compare(a, b, ("A", "B"))
+    backward = compare(b, a, ("B", "A"))
+
+    low, high = forward.interval
+    assert forward.unit == "token"
+    assert forward.difference == pytest.approx(expected, abs=1e-12)
+    assert forward.perplexities == pytest.approx(tuple(np.exp([nats_a.sum(), nats_b.sum()] / tokens.sum())))
     assert (low + high) / 2 == pytest.approx(expected, abs=0.1 * error)
     assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.1)
-    assert found.verdict == "A is better" and f"{expected:+.4f}" in str(found)
+    assert forward.verdict == "A is better"
+    assert f"{expected:+.4f}" in str(forward)
 
-    back = compare(b, a, ("B", "A"))
-    assert back.difference == -found.difference and back.interval == pytest.approx((-high, -low))
+    assert backward.difference == -forward.difference
+    assert backward.interval == pytest.approx((-high, -low))
     assert compare(a, a).verdict == "equal"
 
 
 def test_other_tokens_are_compared_per_byte():
     a = scores()
     b = scores(0.05, seed=2, tokens=7)
-    found = compare(a, b)
-    size = sum(len(score.text.encode()) for score in a)
-    nats = sum(score.log_prob for score in b) - sum(score.log_prob for score in a)
-    assert found.unit == "byte"
-    assert found.difference == pytest.approx(nats / size)
+    size = 0
+    nats = 0.0
+    for first, second in zip(a, b, strict=True):
+        size += len(first.text.encode())
+        nats += second.log_prob - first.log_prob
+
+    difference = compare(a, b)
+
+    assert difference.unit == "byte"
+    assert difference.difference == pytest.approx(nats / size)
     assert compare(a, b, unit="word").unit == "word"
     with pytest.raises(DuelError, match="other tokens"):
         compare(a, b, unit="token")
@@ -87,14 +95,19 @@ BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
 )
 def test_values_that_allow_no_verdict(drawn, shift, why):
     """Whatever a report has doubts about, `compare` has, too."""
+    exact = scores()
     other = scores(shift, seed=2, **drawn)
-    for found in (compare(scores(), other), compare(other, scores())):
-        assert found.verdict.startswith("no verdict") and why in found.verdict
+
+    for difference in (compare(exact, other), compare(other, exact)):
+        assert difference.verdict.startswith("no verdict")
+        assert why in difference.verdict
 
 
 def test_an_error_that_is_known_of_all_texts_together_is_enough():
     few = scores(0.05, seed=2, estimator="two_phase", blocks=TwoPhaseBlocks(20, 2, 2, 1e-4))
-    assert few[0].stderr is None and compare(scores(), few).verdict == "first is better"
+
+    assert few[0].stderr is None
+    assert compare(scores(), few).verdict == "first is better"
 
 
 def test_equal_texts_share_their_draws():
@@ -109,25 +122,30 @@ def test_equal_texts_share_their_draws():
         return compare(exact, drawn)
 
     copies = compared_with_bounds(["the same text"] * 12)
+    different = compared_with_bounds([f"text {n}" for n in range(12)])
+
     low, high = copies.interval
     assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens, rel=0.05)
     assert copies.stderrs == (None, pytest.approx(math.exp(2.9) * error / tokens))
-
-    low, high = compared_with_bounds([f"text {n}" for n in range(12)]).interval
+    low, high = different.interval
     assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens / math.sqrt(12), rel=0.05)
 
 
 def test_other_texts_and_what_is_no_score_of_one_model_are_refused():
-    for other in (scores()[:-1], scores()[::-1], []):
+    whole = scores()
+    first, *others = whole
+    mixed = [scores(estimator="oracle")[0], *others]
+    positive = [dataclasses.replace(first, log_prob=1.0), *others]
+    unknown = [dataclasses.replace(first, log_prob=math.nan), *others]
+
+    for other in (whole[:-1], whole[::-1], []):
         with pytest.raises(DuelError, match="same texts"):
-            compare(scores(), other)
-    mixed = [*scores()[:-1], scores(estimator="oracle")[-1]]
-    positive = [dataclasses.replace(scores()[0], log_prob=1.0), *scores()[1:]]
-    unknown = [dataclasses.replace(scores()[0], log_prob=math.nan), *scores()[1:]]
+            compare(whole, other)
     for other in (mixed, positive, unknown, ["text"] * SIZE, [3.0] * SIZE, "text"):
-        for lists in ((scores(), other), (other, scores())):
-            with pytest.raises(DuelError):
-                compare(*lists)
+        with pytest.raises(DuelError):
+            compare(whole, other)
+        with pytest.raises(DuelError):
+            compare(other, whole)
 
 
 def test_the_monte_carlo_error_widens_the_interval():
@@ -176,22 +194,25 @@ def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second
         report([*places, "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
         [task] = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
         [pair] = task["pairs"]
-        assert pair["names"] == ["A", "B"] and pair["difference"] == pytest.approx(expected.difference)
+        assert pair["names"] == ["A", "B"]
+        assert pair["difference"] == pytest.approx(expected.difference)
         assert pair["interval"] == pytest.approx(expected.interval)
-        assert pair["verdict"] == expected.verdict and pair["verdict"].startswith(verdict)
+        assert pair["verdict"] == expected.verdict
+        assert pair["verdict"].startswith(verdict)
 
 
 def test_a_score_file_of_another_version_is_refused(tmp_path):
     file = tmp_path / "A.json"
     file.write_text(json.dumps(score_file("A", scores()) | {"version": SCORE_VERSION + 1}))
+
     with pytest.raises(DuelError, match="version"):
         read.runs([file])
 
 
-def score_file(name, found):
+def score_file(name, scores_of_texts):
     """As `score --json` writes it."""
     documents = []
-    for score in found:
+    for score in scores_of_texts:
         documents.append(
             {
                 "document": "texts.txt:1",
@@ -203,14 +224,13 @@ def score_file(name, found):
             }
         )
     shared = {"weights": f"w-{name}", "rule": "greedy:k=1", "estimator": "duel"}
-    spec = shared | {"block": "4", "tokenizer": "t", "version": "1"}
-    head = {
+    return {
         "format": "lm_eval_duel score",
         "version": SCORE_VERSION,
         "pretrained": name,
         "fingerprint": name,
-        "spec": spec,
+        "spec": {**shared, "block": "4", "tokenizer": "t", "version": "1"},
+        "kind": Kind.LIKELIHOOD.value,
+        "documents": documents,
+        "duel": {**shared, "schema": SCHEMA, "pretrained": name, "tasks": {}},
     }
-    head["kind"] = Kind.LIKELIHOOD.value
-    duel = {"schema": SCHEMA, **shared, "pretrained": name, "tasks": {}}
-    return head | {"documents": documents, "duel": duel}

@@ -43,11 +43,13 @@ def test_in_domain_tables_of_the_paper(tmp_path, name):
         ours(results, per_token([name], [elbo]), model, "elbo", spec={"elbo_block": elbo_block}, **shape)
         ours(results, per_token([name], [duel]), model, **shape)
 
-    found = rows(run(tmp_path), name)
-    assert found.keys() == table.keys()
+    rows_of_models = rows(run(tmp_path), name)
+
+    assert rows_of_models.keys() == table.keys()
     for model, (_, _, gap_closed) in table.items():
-        assert round(found[model]["gap_closed"], 1) == gap_closed
-        assert found[model]["best"]
+        row = rows_of_models[model]
+        assert round(row["gap_closed"], 1) == gap_closed
+        assert row["best"]
 
 
 # ---------------------------------------------------------------- intervals
@@ -68,11 +70,12 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     hf(tmp_path / "ar", docs={"sotu": documents(ar, tokens)})
     ours(tmp_path / "results", docs={"sotu": documents(elbo, tokens)}, estimator="elbo")
     ours(tmp_path / "results", docs={"sotu": documents(duel, tokens)})
-    found = run(tmp_path)
-    assert run(tmp_path) == found  # seeded
+
+    content = run(tmp_path)
+    assert run(tmp_path) == content  # seeded
 
     # The interval of the value has the error of a ratio of sums.
-    row = rows(found, "sotu")["MDLM"]
+    row = rows(content, "sotu")["MDLM"]
     rate = -duel.sum() / tokens.sum()
     residuals = -duel - rate * tokens
     error_of_rate = np.sqrt((residuals**2).sum()) / tokens.sum()
@@ -104,10 +107,15 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     ar = np.full(1000, 20.0)
     elbo = 20 + np.abs(generator.normal(1, 0.1, 1000))
     elbo[:10] = 19.0
+
     interval, remark = stats.gap_interval(elbo, ar + 0.3, ar)
-    assert interval is not None and remark == "10 of 1,000 draws without a positive ELBO gap are left out"
+    assert interval is not None
+    assert remark == "10 of 1,000 draws without a positive ELBO gap are left out"
+
     elbo[:30] = 20.0
-    assert stats.gap_interval(elbo, ar + 0.3, ar) == (None, "no interval: 30 of 1,000 draws have no positive ELBO gap")
+    interval, remark = stats.gap_interval(elbo, ar + 0.3, ar)
+    assert interval is None
+    assert remark == "no interval: 30 of 1,000 draws have no positive ELBO gap"
 
 
 def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
@@ -137,21 +145,21 @@ def test_an_interval_does_not_depend_on_other_rows(tmp_path):
     ours(tmp_path / "results", docs={"sotu": documents(nats, tokens)})
     alone = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
     ours(tmp_path / "results", docs={"sotu": documents(nats - 9.01, tokens)}, model="Near", estimator="elbo")
-    among = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
+    beside_another = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
 
-    def intervals(found):
+    def intervals(task):
         """Those that are not about the other row."""
         ends = []
-        for row in found["rows"]:
+        for row in task["rows"]:
             if row["model"] != "Near":
                 ends += [row["interval"], row["gap_interval"], row["gap_closed_interval"]]
-        for pair in found["pairs"]:
+        for pair in task["pairs"]:
             if "Near" not in " ".join(pair["names"]):
                 ends.append(pair["interval"])
-        return np.array(list(filter(None, ends)))
+        return np.array([interval for interval in ends if interval is not None])
 
     assert intervals(alone).shape == (3 + 2 + 1 + 3, 2)
-    assert intervals(among) == pytest.approx(intervals(alone))
+    assert intervals(beside_another) == pytest.approx(intervals(alone))
 
 
 @pytest.mark.parametrize("lift", [0.2, 0.4])
@@ -165,13 +173,17 @@ def test_a_headline_says_that_its_gap_closed_may_be_zero(tmp_path, noise, lift):
     hf(tmp_path / "ar", docs={"sotu": documents(-tokens * hard, tokens)})
     ours(tmp_path / "results", docs={"sotu": documents(-tokens * (hard + 0.3), tokens)}, estimator="elbo")
     ours(tmp_path / "results", docs={"sotu": documents(-tokens * duel, tokens)})
-    found = run(tmp_path)
-    row = rows(found, "sotu")["MDLM"]
+
+    content = run(tmp_path)
+
+    row = rows(content, "sotu")["MDLM"]
     low, high = row["gap_closed_interval"]
-    assert row["distinguishable"] and (low <= 0 <= high) == (noise == 0.8)
+    may_be_zero = low <= 0 <= high
+    assert row["distinguishable"]
+    assert may_be_zero == (noise == 0.8)
     assert (row["gap_closed"] > 0) == (lift == 0.2)
-    [headline] = found["tasks"]["sotu"]["headlines"]
-    assert (f"{stats.UNCLEAR} from 0" in headline) == (low <= 0 <= high)
+    [headline] = content["tasks"]["sotu"]["headlines"]
+    assert (f"{stats.UNCLEAR} from 0" in headline) == may_be_zero
 
 
 def test_the_error_of_gap_closed_against_a_simulation():
@@ -179,8 +191,10 @@ def test_the_error_of_gap_closed_against_a_simulation():
     elbo = 40 + 0.1 * generator.standard_normal(200_000)
     duel = 37 + 0.2 * generator.standard_normal(200_000)
     simulated = (100 * (elbo - duel) / (elbo - 36)).std()
+
     assert stats.gap_closed_stderr(40, 37, 36, 0.1, 0.2) == pytest.approx(simulated, rel=0.02)
-    assert stats.gap_closed_stderr(40, 37, 36, None, 0.2) is None is stats.gap_closed_stderr(40, 37, 36, 0.1, None)
+    assert stats.gap_closed_stderr(40, 37, 36, None, 0.2) is None
+    assert stats.gap_closed_stderr(40, 37, 36, 0.1, None) is None
 
 
 @pytest.mark.parametrize("error", [0.001, 0.3, 2.0])
@@ -223,7 +237,7 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
 
 def compared(first, second, low, high, documents=50):
     """The verdict on two rows whose difference has draws from `low` to `high`; with the rows exchanged the same."""
-    keys = dict.fromkeys(f"text {n}:1" for n in range(documents))
+    keys = {f"text {n}:1": None for n in range(documents)}
     first = replace(first, documents=keys)
     second = replace(second, documents=keys)
     rate = math.log(20.0)
@@ -301,20 +315,21 @@ def test_a_row_beside_another_temperature_stays_among_the_rules_of_its_own(tmp_p
         pairs.append(sorted([values[pair["first"]], values[pair["second"]]]))
     assert sorted(pairs) == [[19, 23], [20, 21]]
 
-    speeds = []
-    for each in task["rules"]:
-        speeds.append([values[n] for n in each["families"]["greedy"]])
-    assert sorted(speeds) == [[21, 20], [23, 19]]
-    assert len({each["title"] for each in task["rules"]}) == 2
+    values_of_sweeps = []
+    for speeds in task["rules"]:
+        values_of_sweeps.append([values[n] for n in speeds["families"]["greedy"]])
+    assert sorted(values_of_sweeps) == [[21, 20], [23, 19]]
+    assert len({speeds["title"] for speeds in task["rules"]}) == 2
 
 
 def test_two_digits_of_a_large_error_have_no_exponent():
-    assert [number(value, ".2g") for value in (0.034, 4.5, 136.4, 1364.2)] == ["0.034", "4.5", "136", "1,364"]
+    for value, text in ((0.034, "0.034"), (4.5, "4.5"), (136.4, "136"), (1364.2, "1,364")):
+        assert number(value, ".2g") == text
 
 
 def test_no_gap_is_closed_between_two_samplers(tmp_path):
     """Commit-once (`noise_seed`) and the sampler of `noised_elbo` are two laws: neither value bounds the other."""
-    sizes = np.array([10 + n % 7 for n in range(12)])
+    sizes = 10 + np.arange(12) % 7
     noise = {"noise": "uniform", "noise_seed": "0"}
     for model, estimator, rate, spec in (
         ("Duo", "noised_elbo", 3.6, {"noise": "uniform", "steps": "inf"}),
@@ -331,7 +346,8 @@ def test_no_gap_is_closed_between_two_samplers(tmp_path):
     task = run(tmp_path, "--page")["tasks"]["sotu"]
     for row in task["rows"]:
         if row["model"] == "Duo":
-            assert row["gap_closed"] is None and row["elbo"] is None
+            assert row["gap_closed"] is None
+            assert row["elbo"] is None
             assert row["gap_closed_reason"] or row["estimator"] == "noised_elbo"
         if row["model"] == "MDLM" and row["estimator"] == "duel":
             assert row["gap_closed"] is not None, "under masks a gap is closed"
