@@ -62,20 +62,30 @@ def test_what_describes_a_checkpoint_is_asked_for_again(key, monkeypatch):
     first = {"pretrained": "first", key: value, "block": 4}
     with pytest.raises(DuelError, match=f"{key}={value} of --model_args describes .*{key}=none"):
         other_model("demo-bd", first)
+
     for text in ("rule=margin", "first,rule=margin", "pretrained=first"):
-        assert other_model(text, first).args[key] == value and other_model(text, first).args["pretrained"] == "first"
-    own = other_model(f"demo-bd,{key}=none", first)
-    assert own.args == {"pretrained": "demo-bd", key: None, "block": 4} and own.inherited == ("block",)
+        same_checkpoint = other_model(text, first)
+        assert same_checkpoint.args[key] == value
+        assert same_checkpoint.args["pretrained"] == "first"
+
+    set_by_itself = other_model(f"demo-bd,{key}=none", first)
+    assert set_by_itself.args == {"pretrained": "demo-bd", key: None, "block": 4}
+    assert set_by_itself.inherited == ("block",)
 
 
 @pytest.mark.parametrize("key", OF_ANY)
 def test_what_a_run_chooses_is_inherited(key, monkeypatch):
     accepted(monkeypatch)
     first = {"pretrained": "first", key: OF_ANY[key]}
+
     other = other_model("demo-bd", first)
-    assert other.args == {"pretrained": "demo-bd", key: OF_ANY[key]} and other.ignored == () and other.note == ""
-    own = other_model(f"demo-bd,{key}=none", first)
-    assert own.args == {"pretrained": "demo-bd", key: None} and own.inherited == ()
+    assert other.args == {"pretrained": "demo-bd", key: OF_ANY[key]}
+    assert other.ignored == ()
+    assert other.note == ""
+
+    set_by_itself = other_model(f"demo-bd,{key}=none", first)
+    assert set_by_itself.args == {"pretrained": "demo-bd", key: None}
+    assert set_by_itself.inherited == ()
 
 
 def test_every_model_arg_is_of_a_checkpoint_or_of_a_run():
@@ -84,25 +94,34 @@ def test_every_model_arg_is_of_a_checkpoint_or_of_a_run():
     assert set(MODEL_ARGUMENTS) == rest | set(OF_ONE_CHECKPOINT) | set(OF_ANY)
 
 
-@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if "rule" in preset.arguments])
+PRESETS_WITH_A_RULE = [name for name, preset in presets.PRESETS.items() if "rule" in preset.arguments]
+
+
+@pytest.mark.parametrize("name", PRESETS_WITH_A_RULE)
 def test_a_preset_replaces_what_it_stands_for(name, monkeypatch):
     """Rule, parameters, block, grid and cache of the first go, also those that the preset does not name."""
     accepted(monkeypatch)
     first = {"pretrained": "first", "rule": "threshold", "mu": 0.5, "k": 2, "block": 7, "grid": "row", "cache": "dual"}
+
     other = other_model(f"preset={name}", {**first, "temperature": 0.5})
-    assert other.args == {"pretrained": "first", "preset": name, "temperature": 0.5} and other.ignored == ()
+
+    assert other.args == {"pretrained": "first", "preset": name, "temperature": 0.5}
+    assert other.ignored == ()
 
 
 @pytest.mark.parametrize("estimator", registry.ESTIMATORS)
 def test_arguments_of_the_first_estimator_go_with_it(estimator, monkeypatch):
     """What another estimator has, too, is inherited; the others are ignored, and named."""
     accepted(monkeypatch)
-    entry = registry.find(estimator)
+    arguments = registry.find(estimator).arguments
+
     for name, first_entry in registry.ESTIMATORS.items():
         given = dict.fromkeys(first_entry.arguments, 1)
         other = other_model(f"estimator={estimator}", {"pretrained": "first", "estimator": name, **given})
-        shared = [key for key in given if key in entry.arguments]
-        assert [key for key in other.inherited if key not in ("pretrained", "estimator")] == shared
+
+        shared = [key for key in given if key in arguments]
+        inherited = [key for key in other.inherited if key not in ("pretrained", "estimator")]
+        assert inherited == shared
         assert set(other.ignored) == set(given) - set(shared), (name, estimator)
         assert (f"estimator={estimator} ignores" in other.note) == bool(other.ignored)
 
@@ -117,18 +136,21 @@ def test_arguments_of_the_first_estimator_go_with_it(estimator, monkeypatch):
     ],
 )
 def test_an_error_names_the_inherited_args_that_it_is_about(message, named):
-    other = OtherModel(
-        "demo-bd,cache=dual", {"block": 7, "grid": "row", "k": 2, "cache": "dual"}, ("block", "grid", "k")
-    )
+    args = {"block": 7, "grid": "row", "k": 2, "cache": "dual"}
+    other = OtherModel("demo-bd,cache=dual", args, ("block", "grid", "k"))
+    begins = f"--compare demo-bd,cache=dual: {message}"
+
     with pytest.raises(UsageError) as raised, other.naming_conflicts():
         raise UsageError(message)
-    begins = f"--compare demo-bd,cache=dual: {message}"
-    keys = " and ".join(each.partition("=")[0] for each in named)
-    assert str(raised.value).startswith(begins)
+
+    error = str(raised.value)
     if named:
-        assert f"has {', '.join(named)} from --model_args" in str(raised.value)
-        assert str(raised.value).endswith(f"set {keys} here, too.")
+        keys = " and ".join(argument.partition("=")[0] for argument in named)
+        assert error.startswith(begins)
+        assert f"has {', '.join(named)} from --model_args" in error
+        assert error.endswith(f"set {keys} here, too.")
     else:
-        assert str(raised.value) == begins
+        assert error == begins
+
     with pytest.raises(UsageError, match=f"^{message}$"), OtherModel("", {}).naming_conflicts():
         raise UsageError(message)

@@ -52,8 +52,9 @@ def folder(tmp_path_factory):
 def texts(tmp_path, monkeypatch):
     """Files in the folder where commands run: lines, one of them empty and two equal, and one text."""
     monkeypatch.chdir(tmp_path)
-    for name, lines in {"few": LINES, "many": [*LINES, *MORE], "copies": [*MORE[:9], MORE[0]]}.items():
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    (tmp_path / "few.txt").write_text("\n".join(LINES))
+    (tmp_path / "many.txt").write_text("\n".join([*LINES, *MORE]))
+    (tmp_path / "copies.txt").write_text("\n".join([*MORE[:9], MORE[0]]))
     (tmp_path / "alone.md").write_text("a b c\nd e\n")
 
 
@@ -67,11 +68,13 @@ def test_score(folder, tmp_path, capsys, name):
     model = ["--model_args", f"pretrained={folder},dtype=float64,{method}", *more, "--device", "cpu"]
     file = "many.txt" if more else "few.txt"
     main(["score", file, "--lines", *model, "--json", "out.json", "--csv", "out.csv"])
+
     printed = capsys.readouterr().out
+    table = (tmp_path / "out.csv").read_text()
     content = golden.without(json.loads((tmp_path / "out.json").read_text()), VOLATILE)
     for other in content.get("compared", []):
         del other["documents"]  # as in the CSV file
-    check(f"score_{name}.txt", printed, (tmp_path / "out.csv").read_text(), json.dumps(content, indent=1))
+    check(f"score_{name}.txt", printed, table, json.dumps(content, indent=1))
 
 
 def test_copies_of_a_text_are_one_document_for_a_verdict(folder, capsys):
@@ -94,8 +97,11 @@ def test_generate(folder, capsys):
     main(["generate", *model, "--prompt", "a", "--temperature", "0", "--max_new_tokens", "3", "--suffix", " b c"])
     warped = ["--temperature", "0.5", "--top_k", "2"]
     main(["generate", *model, "--num", "1", *warped, "--max_new_tokens", "8", "--until", "f"])
-    lines = map(json.loads, capsys.readouterr().out.splitlines())
-    check("generate.txt", *[json.dumps(golden.without(line, VOLATILE)) for line in lines])
+
+    lines = []
+    for line in capsys.readouterr().out.splitlines():
+        lines.append(json.dumps(golden.without(json.loads(line), VOLATILE)))
+    check("generate.txt", *lines)
 
 
 def test_inspect(folder, capsys, monkeypatch):

@@ -67,11 +67,22 @@ def test_marks_of_a_number():
     assert number(2.0, unsure=True) == "2.00 ± ?"
     assert number(2.0, error=0.5, unsure=True) == "2.00 ± 0.50"
     assert number(None, error=0.5, bound=True, unsure=True) == ""
-    assert span((-0.001, 2.0), "+.2f") == "+0.00 to +2.00" and span(None, ".2f") == ""
-    assert [percent(share) for share in (0.0, 0.0004, 0.0006, 1.0)] == ["0.0%", "0.0%", "0.1%", "100.0%"]
-    assert [str(note) for note in (Note("a.", "b"), Note("a", "b"), Note("a"), Note("", "b"), Note())] == [
-        *("a (b).", "a (b)", "a", "b", "")
-    ]
+
+
+def test_intervals_shares_and_notes_as_text():
+    assert span((-0.001, 2.0), "+.2f") == "+0.00 to +2.00"
+    assert span(None, ".2f") == ""
+
+    assert percent(0.0) == "0.0%"
+    assert percent(0.0004) == "0.0%"
+    assert percent(0.0006) == "0.1%"
+    assert percent(1.0) == "100.0%"
+
+    assert str(Note("a.", "b")) == "a (b)."
+    assert str(Note("a", "b")) == "a (b)"
+    assert str(Note("a")) == "a"
+    assert str(Note("", "b")) == "b"
+    assert str(Note()) == ""
 
 
 # ---------------------------------------------------------------- verdicts
@@ -97,7 +108,8 @@ def test_two_values_are_distinguishable_beyond_two_errors():
     assert not stats.is_distinguishable(1.0 + 2 * ERROR, 1.0, ERROR)
     assert stats.is_distinguishable(1.0, 1.0 + 2.01 * ERROR, ERROR)
     assert stats.is_distinguishable(1.0, 1.0, None)
-    assert not stats.is_distinguishable(1.0, 1.0, 0.0) and not stats.is_distinguishable(1.0, 2.0, math.inf)
+    assert not stats.is_distinguishable(1.0, 1.0, 0.0)
+    assert not stats.is_distinguishable(1.0, 2.0, math.inf)
 
 
 @pytest.mark.parametrize(("distance", "clear"), [(2.82, False), (2.84, True)])
@@ -105,7 +117,6 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(di
     """Their draws are independent, so the error of the difference is sqrt(1 + 1): neither 1 nor 2."""
 
     def row(value, error):
-        reason = {"stderr_reason": "", "no_interval": Note("no documents")}
         return SimpleNamespace(
             metric="token_perplexity",
             task="t",
@@ -114,11 +125,16 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(di
             value=value,
             stderr=error,
             stderr_bound=error,
-            **reason,
+            stderr_reason="",
+            no_interval=Note("no documents"),
         )
 
     elbo = row(40.0, 1.0)
-    closed = gaps.close_gap(row(40.0 - distance, 1.0), elbo, row(20.0, None), [], "")
+    estimate = row(40.0 - distance, 1.0)
+    baseline = row(20.0, None)
+
+    closed = gaps.close_gap(estimate, elbo, baseline, [], "")
+
     assert closed.distinguishable is clear
     assert closed.percent == (pytest.approx(100 * distance / 20) if clear else None)
 
@@ -127,11 +143,17 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(di
 def test_at_most_a_fortieth_of_the_draws_may_have_no_gap(without, has_interval):
     elbo = np.full(1000, 3.0)
     elbo[:without] = 1.0  # a gap of 0 is not positive
+
     interval, remark = stats.gap_interval(elbo, np.full(1000, 2.5), np.full(1000, 1.0))
-    assert (interval is not None) is has_interval
-    assert f"{without} of 1,000 draws" in remark if without else remark == ""
+
     if has_interval:
         assert interval == pytest.approx([25.0, 25.0])
+    else:
+        assert interval is None
+    if without == 0:
+        assert remark == ""
+    else:
+        assert f"{without} of 1,000 draws" in remark
 
 
 def test_the_ends_of_an_interval_are_its_percentiles():
@@ -164,11 +186,16 @@ def side(name, rate, spread):
 def test_verdicts(rate, spread, texts, verdict):
     flat = stats.Side("b", stats.Value(-1.0), "", np.ones(2001))
     keys = [*map(str, range(texts)), "0"]  # a copy of the first
-    found = stats.difference(side("a", rate, spread), flat, "token", keys)
-    assert found.verdict == verdict
-    assert (found.documents, found.unit, found.difference) == (texts + 1, "token", pytest.approx(rate - 1, abs=1e-12))
-    low, high = found.interval
-    assert (low, high) == (pytest.approx(rate - 1 - 0.95 * spread), pytest.approx(rate - 1 + 0.95 * spread))
+
+    compared = stats.difference(side("a", rate, spread), flat, "token", keys)
+
+    assert compared.verdict == verdict
+    assert compared.documents == texts + 1
+    assert compared.unit == "token"
+    assert compared.difference == pytest.approx(rate - 1, abs=1e-12)
+    low, high = compared.interval
+    assert low == pytest.approx(rate - 1 - 0.95 * spread)
+    assert high == pytest.approx(rate - 1 + 0.95 * spread)
 
 
 @pytest.mark.parametrize(("above", "refused"), [(0.0, False), (9e-6, False), (1.1e-5, True)])
@@ -219,19 +246,31 @@ def test_windows_are_alike_if_every_document_fits_in_one(tmp_path, longest):
     hf(tmp_path, docs=docs, max_length=1024)
     ours(tmp_path, docs=docs, duel={"row_capacity": 2048}, spec={"windows": "independent", "max_length": "2049"})
     first, second = read.runs([tmp_path])
-    differing = [each.field for each in match.differences(first, second, "sotu")]
-    assert differing == ([] if longest == 1024 else ["windows"])
+
+    differences = match.differences(first, second, "sotu")
+
+    fields = [difference.field for difference in differences]
+    assert fields == ([] if longest == 1024 else ["windows"])
 
 
 def test_names_of_files():
-    long = "t" * 120
-    subjects = [("a", "gap", "G"), ("A", "gap", "G"), (long, "methods", "V"), ("", "perplexity", "P")]
-    subjects += [("b/c", "rules", "Rules: M, block 4"), ("b/c", "rules", "Rules: M, block 8")]
-    assert list(files.stems(subjects)) == [
-        *("gap_a", "gap_A_2", f"methods_{'t' * files.MAX_LENGTH}", "perplexity"),
-        *("rules_b_c_M_block_4", "rules_b_c_M_block_8"),
+    subjects = [
+        ("a", "gap", "G"),
+        ("A", "gap", "G"),
+        ("t" * 120, "methods", "V"),
+        ("", "perplexity", "P"),
+        ("b/c", "rules", "Rules: M, block 4"),
+        ("b/c", "rules", "Rules: M, block 8"),
     ]
-    assert files.MAX_LENGTH == 100
+
+    assert list(files.stems(subjects)) == [
+        "gap_a",
+        "gap_A_2",
+        "methods_" + "t" * 100,
+        "perplexity",
+        "rules_b_c_M_block_4",
+        "rules_b_c_M_block_8",
+    ]
 
 
 @pytest.mark.parametrize(("limit", "flag"), [(None, ""), (40.0, "40"), (0.5, "0.5"), (1234567.0, "1234567")])
@@ -239,11 +278,14 @@ def test_the_limit_of_a_command(tmp_path, limit, flag):
     """A share of the documents is no number of them; shots are named if they are not 0 and equal in all tasks."""
     file = ours(tmp_path, {"a": {"token_perplexity": 20.0}, "b": {"token_perplexity": 20.0}})
     results.put(file, "config.limit", limit)
+
     for shots, shown in (({"a": 0, "b": 0}, ""), ({"a": 3, "b": 3}, 3), ({"a": 3, "b": 0}, ""), ({"a": 3}, 3)):
         results.put(file, ["n-shot"], shots)
         [run] = read.runs([file])
         flags = files._flags(run)
-        assert (flags["--limit"], flags["--num_fewshot"], flags["--tasks"]) == (flag, shown, "a,b")
+        assert flags["--limit"] == flag
+        assert flags["--num_fewshot"] == shown
+        assert flags["--tasks"] == "a,b"
 
 
 def test_the_baseline_is_first_and_a_method_has_the_date_of_its_newest_result(tmp_path):
@@ -252,9 +294,12 @@ def test_the_baseline_is_first_and_a_method_has_the_date_of_its_newest_result(tm
         file = ours(tmp_path / "results", {task: {"token_perplexity": 20.0}}, model="M")
         results.put(file, "date", 86400.0 * (3 - n))
     hf(tmp_path / "ar", {"second": {"token_perplexity": 15.0}})
-    found = results.report(tmp_path, "--as_published")["standings"]["rows"]
-    assert [row["model"] for row in found] == ["ARM", "M"]
-    assert found[1]["date"].startswith("1970-01-04")
+
+    baseline, method = results.report(tmp_path, "--as_published")["standings"]["rows"]
+
+    assert baseline["model"] == "ARM"
+    assert method["model"] == "M"
+    assert method["date"].startswith("1970-01-04")
 
 
 # ---------------------------------------------------------------- the page
@@ -278,9 +323,12 @@ def test_the_baseline_is_first_and_a_method_has_the_date_of_its_newest_result(tm
     ],
 )
 def test_ticks(low, high, ticks):
-    found = page._ticks(low, high)
-    assert len(found) <= 5 and low <= min(found) and max(found) <= high
-    assert found == pytest.approx(ticks)
+    computed = page._ticks(low, high)
+
+    assert len(computed) <= 5
+    assert low <= min(computed)
+    assert max(computed) <= high
+    assert computed == pytest.approx(ticks)
 
 
 def order(tokens):
@@ -299,14 +347,22 @@ def order(tokens):
 def test_a_document_on_the_page_has_at_most_1024_tokens(tokens, monkeypatch):
     monkeypatch.setattr(traced, "_load", lambda name: None)
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
-    document, notes = traced._document(traced.DocumentKey("sotu", 3), [order(tokens), order(tokens)])
     shown = min(tokens, 1024)
-    assert [len(pieces) for pieces in document["pieces"]] == [shown], "orders of one text share it"
-    for each in document["orders"]:
-        assert each["text"] == 0 and each["steps"] == list(range(shown)) and len(each["nats"]) == shown
-        assert each["starts"] == [start for start in (0, 512) if start < shown]
-        assert each["nats"][0] == pytest.approx(1.235, abs=1e-9)
-    assert len(notes) == 2 * (tokens > 1024) and all("1,024" in note.fact for note in notes)
+
+    document, notes = traced._document(traced.DocumentKey("sotu", 3), [order(tokens), order(tokens)])
+
+    [pieces] = document["pieces"]
+    assert len(pieces) == shown, "orders of one text share it"
+    assert len(document["orders"]) == 2
+    for order_of_page in document["orders"]:
+        assert order_of_page["text"] == 0
+        assert order_of_page["steps"] == list(range(shown))
+        assert order_of_page["starts"] == ([0] if shown <= 512 else [0, 512])
+        assert order_of_page["nats"][0] == pytest.approx(1.235, abs=1e-9)
+        assert len(order_of_page["nats"]) == shown
+    assert len(notes) == (2 if tokens > 1024 else 0)
+    for note in notes:
+        assert "1,024" in note.fact
 
 
 def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):
@@ -318,11 +374,15 @@ def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):
     monkeypatch.setattr(traced, "_load", lambda name: None)
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
     monkeypatch.setattr(traced, "_orders_of_documents", lambda *_: orders)
+
     for most, expected in ((0, []), (1, [7]), (3, [7, 9, 0]), (98, [7, 9, *range(7), 8, *range(10, 98)])):
         shown, notes = traced.documents(SimpleNamespace(), [], most)
-        assert [document["number"] for document in shown] == expected and notes == []
+        assert [document["number"] for document in shown] == expected
+        assert notes == []
+
     shown, [note] = traced.documents(SimpleNamespace(), [], 99)
-    assert len(shown) == 98 and "98 of 99" in note.fact
+    assert len(shown) == 98
+    assert "98 of 99" in note.fact
 
 
 def test_statistics_of_a_trace_have_six_digits():
@@ -335,8 +395,12 @@ def test_statistics_of_a_trace_have_six_digits():
         nfe=1,
         near_ties=0,
     )
+
     line = json.loads(json.dumps(trace._order(score)))
-    assert (line["confidence"], line["margin"], line["entropy"]) == ([1.23457], [0.000123457], [123457.0])
+
+    assert line["confidence"] == [1.23457]
+    assert line["margin"] == [0.000123457]
+    assert line["entropy"] == [123457.0]
     assert line["token_logprobs"] == [-1.23456789]
 
 
@@ -346,14 +410,21 @@ def test_statistics_of_a_trace_have_six_digits():
 def test_of_equal_values_the_baseline_is_kept_then_a_runs_own_then_the_newest():
     """Each pair differs in all that follows as well, where the other one would win."""
 
-    def row(ar, own, date):
-        run = SimpleNamespace(config=SimpleNamespace(estimator="duel" if own else "oracle"))
-        run.header = SimpleNamespace(date=date)
+    def row(ar, is_the_runs_own, date):
+        config = SimpleNamespace(estimator="duel" if is_the_runs_own else "oracle")
+        run = SimpleNamespace(config=config, header=SimpleNamespace(date=date))
         return SimpleNamespace(ar=ar, estimator="duel", run=run)
 
-    ranked = [row(True, True, 1.0), row(True, False, 2.0), row(False, True, 3.0), row(False, False, 5.0)]
-    ranked.append(row(False, False, 4.0))
-    assert sorted([ranked[n] for n in (4, 2, 0, 3, 1)], key=_first_kept) == ranked
+    ranked = [
+        row(True, True, 1.0),
+        row(True, False, 2.0),
+        row(False, True, 3.0),
+        row(False, False, 5.0),
+        row(False, False, 4.0),
+    ]
+    shuffled = [ranked[n] for n in (4, 2, 0, 3, 1)]
+
+    assert sorted(shuffled, key=_first_kept) == ranked
 
 
 @pytest.mark.parametrize(("second", "differs"), [(1 + 0.99e-4, False), (1 + 1.02e-4, True)])
@@ -364,8 +435,11 @@ def test_two_results_of_a_value_are_the_same_up_to_a_ten_thousandth(second, diff
         return SimpleNamespace(model="M", name="DUEL", run=SimpleNamespace(short_name="r"), metrics=metrics)
 
     first = row(word_perplexity=1.0, byte_perplexity=1.0, bits_per_byte=5.0)
-    assert ("ANOTHER" in _twice(first, row(word_perplexity=1.0, byte_perplexity=second))) == differs
-    assert ("ANOTHER" in _twice(first, row(word_perplexity=second, byte_perplexity=1.0))) == differs
+    other_bytes = row(word_perplexity=1.0, byte_perplexity=second)
+    other_words = row(word_perplexity=second, byte_perplexity=1.0)
+
+    assert ("ANOTHER" in _twice(first, other_bytes)) == differs
+    assert ("ANOTHER" in _twice(first, other_words)) == differs
 
 
 # ---------------------------------------------------------------- numbers of documents
@@ -389,4 +463,5 @@ def test_a_table_says_how_many_of_the_documents_it_is_about(documents, available
 
 def test_a_number_of_documents_is_that_of_all_results_that_know_it():
     assert comparison._shared([36, None, 36]) == 36
-    assert comparison._shared([36, 40]) is None and comparison._shared([None]) is None
+    assert comparison._shared([36, 40]) is None
+    assert comparison._shared([None]) is None

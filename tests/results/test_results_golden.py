@@ -127,9 +127,20 @@ def edges(tmp_path_factory):
     main_model = {"model": "org/M", "nfe": 1}
     rules = ["greedy:k=1", "greedy:k=2", "margin:k=1", "entropy:k=1", "greedy:k=4", "threshold:mu=0.9"]
     for n, rule in enumerate(rules):  # all on ten documents, one more than are compared with each other; five on nine
-        tasks = sizes if n < 2 else {"ten": 10} if n == 3 else {"nine": 9, "ten": 10}
-        cost = {"duel": {"seconds": 2.0 + n}, "total_evaluation_time_seconds": f"{30 + n}.5"}
-        ours(folder, rule=rule, docs=docs(0.03 * n, **tasks), **main_model | {"nfe": 1 - 0.1 * n}, **cost)
+        tasks = {"nine": 9, "ten": 10}
+        if n < 2:
+            tasks = sizes
+        elif n == 3:
+            tasks = {"ten": 10}
+        ours(
+            folder,
+            model="org/M",
+            rule=rule,
+            docs=docs(0.03 * n, **tasks),
+            nfe=1 - 0.1 * n,
+            duel={"seconds": 2.0 + n},
+            total_evaluation_time_seconds=f"{30 + n}.5",
+        )
     for draws, shift in (("16", 0.5), ("1024", 0.45), ("8", 0.4)):
         ours(
             folder,
@@ -223,27 +234,48 @@ def bundled(tmp_path_factory):
 def test_what_is_printed_and_written(name, folder, edges, bundled, tmp_path, capsys):
     """Tables are the golden ones, and every number that a file shows is one of the JSON."""
     out = tmp_path / "out"
+    folders = {MADE: folder / MADE, FEW: folder / FEW, EDGES: edges}
     words = []
     for word in RUNS[name]:
-        place = {MADE: folder / MADE, FEW: folder / FEW, EDGES: edges}.get(word, word)
+        place = folders.get(word, word)
         words.append(str(place).replace(str(RESULTS), str(bundled)))
+
     main([*words, "--out", str(out)])
+
     printed = capsys.readouterr().out
-    written = {file.name: file.read_text(encoding="utf-8") for file in sorted(out.iterdir()) if file.is_file()}
+    written = {}
+    for file in sorted(out.iterdir()):
+        if file.is_file():
+            written[file.name] = file.read_text(encoding="utf-8")
+    check_golden(name, written, printed)
+    check_numbers({**written, "the terminal": printed}, written["report.json"])
+    if "index.html" in written:
+        page = written["index.html"]
+        kinds = set(re.findall('class="row ([a-z-]+)', page))
+        explained = set(re.findall('class="mark ([a-z-]+)', page))
+        assert kinds <= explained
+
+
+def check_golden(name, written, printed):
+    """What a run wrote and printed is what the golden files hold."""
     for file, text in written.items():
         if file.endswith((".md", ".csv")) or (name, file) in TEX or (name in WHOLE and file == "report.json"):
             check(f"{name}_{file}", text)
     if name in WHOLE:
         check(f"{name}_terminal.txt", printed)
         check(f"{name}_page.txt", words_of(written["index.html"]))
-    known = [float(number) for number in decimals(written["report.json"])]
-    known = sorted([*known, *(100 * value for value in known)])  # shares are shown in per cent
-    for file, text in {**written, "the terminal": printed}.items():
+
+
+def check_numbers(texts, report_json):
+    """Every number that a text shows is one of the JSON, rounded, or a share of it in per cent."""
+    values = []
+    for number in decimals(report_json):
+        values.append(float(number))
+        values.append(100 * float(number))
+    values.sort()
+    for name, text in texts.items():
         for number in decimals(text):
-            assert is_rounded(number, known), (file, number, "is not in the JSON")
-    if "index.html" in written:
-        kinds, legend = (re.findall(f'class="{what} ([a-z-]+)', written["index.html"]) for what in ("row", "mark"))
-        assert set(kinds) <= set(legend), "each mark is explained"
+            assert is_rounded(number, values), (name, number, "is not in the JSON")
 
 
 def words_of(page):
@@ -251,7 +283,8 @@ def words_of(page):
     shown = re.sub("<(style|script).*?</\\1>", " ", page, flags=re.DOTALL)
     marks = re.findall(r"<(?:line|circle|rect|text)\b[^>]*>", shown)  # where the plot has its values
     texts = [html.unescape(text.strip()) for text in re.split("<[^>]*>", shown)]
-    return "\n".join([*filter(None, texts), *marks]) + "\n"
+    lines = [text for text in texts if text] + marks
+    return "\n".join(lines) + "\n"
 
 
 def decimals(text):
