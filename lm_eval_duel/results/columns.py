@@ -328,7 +328,7 @@ def summary(rows: Sequence[Row]) -> Table:
         "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
         "kind": lambda row: row.score.label,
         "error (±)": _error,
-        "s.e. over windows": lambda row: number(row.error(row.nats_window_stderr), ".2g"),
+        "s.e. over windows": lambda row: number(row.window_stderr, ".2g"),
     }
     return Table.from_records("", rows, shown)
 

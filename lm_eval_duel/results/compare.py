@@ -40,7 +40,7 @@ class ComparedRow:
 
     row: Row
     interval: Interval | None  # 95 %, over documents
-    window_stderr: float | None  # over windows, if there is no interval
+    window_stderr: float | None  # over windows, of a value per token without an interval
     about_interval: Note  # why there is none, or that it is from few documents
     best: bool  # the lowest likelihood of its model
     gap: float | None  # to the baseline
@@ -153,7 +153,7 @@ def task(
             ComparedRow(
                 row=row,
                 interval=gaps.interval(row, draws),
-                window_stderr=None if row in draws else row.error(row.nats_window_stderr),
+                window_stderr=None if row in draws else row.window_stderr,
                 about_interval=gaps.about_interval(row, draws),
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,

@@ -188,6 +188,15 @@ class Row:
         return drawn.unknown(self.run.spec)
 
     @property
+    def window_stderr(self) -> float | None:
+        """The standard error over windows of a value per token; None if it is not known.
+
+        It says how much other windows would vary, each with its own tokens. A value per word, byte or document varies
+        with how many of these a window has, too, which results do not hold: it needs the samples of documents.
+        """
+        return self.error(self.nats_window_stderr) if self.metric == "token_perplexity" else None
+
+    @property
     def stderr_bound(self) -> float | None:
         """A bound of the error of a drawn value: the spread over windows includes the spread of draws.
 
