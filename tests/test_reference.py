@@ -217,6 +217,15 @@ def test_a_value_at_the_bound_counts():
     assert klass(log_P, M[1:]) == M[1:]
 
 
+def test_klass_takes_positions_that_are_sure_and_stable():
+    """One that is sure but has moved, and one that has not moved but is unsure, wait."""
+    before = log_softmax(torch.tensor([[0.0, 0.0], [0.0, 9.0], [0.0, 0.1], [0.0, 9.0]], dtype=torch.float64))
+    after = log_softmax(torch.tensor([[0.0, 8.0], [0.0, 9.0], [0.0, -0.1], [0.0, 9.0]], dtype=torch.float64))
+    klass = reference.klass(0.9, 0.01)
+    assert klass(before, [0, 1, 2, 3]) == [1]  # the first step: the surest alone, of equals the lowest
+    assert klass(after, [0, 2, 3]) == [3]
+
+
 def test_the_order_near_one_is_that_of_the_log_odds():
     """Here every P1, and every P1 - P2, is 1.0 in float64, and every entropy below its last digit."""
     log_P = log_softmax(torch.tensor([[50.0, 0, 0], [60.0, 0, 0], [55.0, 0, 0]], dtype=torch.float64))
