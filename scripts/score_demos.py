@@ -48,6 +48,8 @@ def shorten(folder: Path) -> None:
     for file in folder.glob("*/results_*.json"):
         results = json.loads(file.read_text(encoding="utf-8"))
         results.pop("pretty_env_info", None)
+        for task in results["configs"].values():
+            task["metadata"].pop("config_source", None)
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for file in folder.glob("*/samples_*.jsonl"):
         lines = []
