@@ -35,33 +35,42 @@ FAST = [
 def recorded(run):
     """The model args, the spec and the log-probability of each document that has no near tie."""
     config = json.loads(run.read_text())["config"]
-    near = config["duel"]["tasks"]["sotu"]["near_tie_documents"]
-    lines = run.with_name(run.name.replace("results_", "samples_sotu_") + "l").read_text().splitlines()
-    samples = {line["doc_id"]: line["token_perplexity"][0] for line in map(json.loads, lines)}
-    return config["model_args"], config["spec"], {n: x for n, x in samples.items() if n not in near}
+    near_ties = config["duel"]["tasks"]["sotu"]["near_tie_documents"]
+    samples = run.with_name(run.name.replace("results_", "samples_sotu_") + "l")
+    nats = {}
+    for line in map(json.loads, samples.read_text().splitlines()):
+        if line["doc_id"] not in near_ties:
+            nats[line["doc_id"]] = line["token_perplexity"][0]
+    return config["model_args"], config["spec"], nats
 
 
 def again(args, limit, **more):
     """The spec and the log-probability of each of the first documents, by the harness."""
-    found = evaluate("sotu", ",".join(f"{key}={value}" for key, value in (args | more).items()), limit=limit)
-    return found["config"]["spec"], {s["doc_id"]: s["token_perplexity"][0] for s in found["samples"]["sotu"]}
+    model_args = ",".join(f"{key}={value}" for key, value in (args | more).items())
+    results = evaluate("sotu", model_args, limit=limit)
+    nats = {sample["doc_id"]: sample["token_perplexity"][0] for sample in results["samples"]["sotu"]}
+    return results["config"]["spec"], nats
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, id=str(args), marks=() if args in FAST else pytest.mark.slow)
-        for run, args in ((run, recorded(run)[0]) for run in RUNS)
-    ],
-)
+def with_args(run):
+    """A parameter of a test: a run, named by its model args."""
+    args, _, _ = recorded(run)
+    return pytest.param(run, id=str(args), marks=() if args in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("run", [with_args(run) for run in RUNS])
 def test_a_document_has_the_log_probability_that_was_recorded(run):
     """So have its spec and fingerprint: what a user computes is comparable with the bundled results."""
-    args, spec, nats = recorded(run)
-    now, found = again(args, 1 if args in FAST else 3)
-    assert now["weights"] == spec["weights"], "other weights than the golden values were made with: make them again"
-    assert now == spec
-    compared = nats.keys() & found.keys()
-    assert compared and [found[n] for n in compared] == [close_nats(nats[n], 128) for n in compared]
+    args, spec, expected = recorded(run)
+
+    spec_now, nats = again(args, 1 if args in FAST else 3)
+
+    assert spec_now["weights"] == spec["weights"], "the golden values were made with other weights: make them again"
+    assert spec_now == spec
+    compared = expected.keys() & nats.keys()
+    assert compared
+    for n in compared:
+        assert nats[n] == close_nats(expected[n], 128)
 
 
 ORDERS = {  # of the first two documents; of the first eight this lattice had the perplexities 40.8613 and 25.3143
@@ -72,17 +81,24 @@ ORDERS = {  # of the first two documents; of the first eight this lattice had th
 
 def test_one_lattice_gives_what_the_runs_give(tmp_path):
     """The value of each rule, the mixture's, the mean and the maximum over all orders."""
-    rules = {"lattice_rules": "left_to_right+greedy+margin", "trace": tmp_path / "t.jsonl"}
-    again({"pretrained": "demo-bd", "estimator": "oracle", "block": 4}, 2, **rules)
-    runs = {
-        args.get("rule") or args["estimator"]: nats
-        for args, _, nats in map(recorded, RUNS)
-        if args["pretrained"] == "demo-bd" and "k" not in args
-    }
-    for n, record in enumerate(trace.read(tmp_path / "t.jsonl")):
-        wanted = {name: values[n] for name, values in ORDERS.items()} | {"mixture": runs["mixture"][n]}
-        wanted |= {f"{rule}:k=1": runs[rule][n] for rule in ("left_to_right", "greedy", "margin")}
-        assert record["values"] == {name: close_nats(nats, 128) for name, nats in wanted.items()}
+    path = tmp_path / "t.jsonl"
+    lattice = {"pretrained": "demo-bd", "estimator": "oracle", "block": 4}
+    again(lattice, 2, lattice_rules="left_to_right+greedy+margin", trace=path)
+
+    runs = {}  # log-probabilities by the rule or the estimator that they are of
+    for args, _, nats in map(recorded, RUNS):
+        if args["pretrained"] == "demo-bd" and "k" not in args:
+            runs[args.get("rule") or args["estimator"]] = nats
+
+    for n, record in enumerate(trace.read(path)):
+        assert record["values"] == {
+            "oracle": close_nats(ORDERS["oracle"][n], 128),
+            "elbo_exact": close_nats(ORDERS["elbo_exact"][n], 128),
+            "mixture": close_nats(runs["mixture"][n], 128),
+            "left_to_right:k=1": close_nats(runs["left_to_right"][n], 128),
+            "greedy:k=1": close_nats(runs["greedy"][n], 128),
+            "margin:k=1": close_nats(runs["margin"][n], 128),
+        }
 
 
 RANDOM_TOKENS = {  # of the first document; the weights were dcacf17b430d, torch 2.13 on one CPU thread
@@ -94,28 +110,32 @@ RANDOM_TOKENS = {  # of the first document; the weights were dcacf17b430d, torch
 @pytest.mark.parametrize("estimator", slow_but(RANDOM_TOKENS, ["noised_elbo,mc_samples=16"]))
 def test_the_network_under_random_tokens_gives_what_it_gave(estimator):
     """Made by `lm-eval-duel run --model_args pretrained=demo-duo,estimator=... --tasks sotu --limit 1`."""
-    spec, found = again({"pretrained": "demo-duo", "estimator": estimator}, 1)
-    assert spec["weights"] == "dcacf17b430d", "other weights than the golden values were made with: make them again"
-    assert found[0] == close_nats(RANDOM_TOKENS[estimator], 128)
+    spec, nats = again({"pretrained": "demo-duo", "estimator": estimator}, 1)
+    assert spec["weights"] == "dcacf17b430d", "the golden values were made with other weights: make them again"
+    assert nats[0] == close_nats(RANDOM_TOKENS[estimator], 128)
 
 
 @pytest.mark.slow
 def test_the_bundled_network_by_the_textbook_loop():
     """The README's number is that of all documents; here is the first, from the plain model, a position at a time."""
     [nats] = [nats for args, _, nats in map(recorded, RUNS) if args == PUBLISHED]
-    assert f"{math.exp(-sum(nats.values()) / 4053):.2f}" in read("README.md")  # tokens of the corpus
+    tokens = 4053  # of the corpus
+    perplexity = math.exp(-sum(nats.values()) / tokens)
+    assert f"{perplexity:.2f}" in read("README.md")
+
     folder = FOLDER / "demo-mdm"
-    texts = (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()
     model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
-    words = load_tokenizer({"pretrained": folder})
+    tokenizer = load_tokenizer({"pretrained": folder})
+    first, *_ = (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()
+    ids = tokenizer(json.loads(first)["text"], add_special_tokens=False)["input_ids"]
     with torch.inference_mode():
         by_hand, *_ = score(
             lambda ids: model(input_ids=ids[None]).logits[0],
-            words.mask_token_id,
-            torch.arange(model.config.vocab_size) == words.mask_token_id,
+            tokenizer.mask_token_id,
+            torch.arange(model.config.vocab_size) == tokenizer.mask_token_id,
             rules.parse("greedy"),
             32,
-            Window((), words(json.loads(texts[0])["text"], add_special_tokens=False)["input_ids"]),
+            Window((), ids),
             tie_when_all_mask=True,  # rotary positions, nothing in view
         )
     assert by_hand == close_nats(nats[0], 128)

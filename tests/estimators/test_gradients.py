@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import weakref
 
@@ -89,9 +90,10 @@ def textbook(network, mask_id, excluded, window, steps, block, grid="target"):
     for positions in blocks:
         for step in sorted({steps[ell - origin] for ell in positions}):
             log_P = reference.log_softmax(network(z.clone()).masked_fill(excluded, -math.inf))
-            for ell in (ell for ell in positions if steps[ell - origin] == step):
-                values[ell] = log_P[ell, x[ell]]
-                z[ell] = x[ell]
+            for ell in positions:
+                if steps[ell - origin] == step:
+                    values[ell] = log_P[ell, x[ell]]
+                    z[ell] = x[ell]
     return torch.stack([values[ell] for ell in sorted(values)])
 
 
@@ -142,45 +144,68 @@ NETWORKS = {
     "fast-dllm-v2, block-causal and shifted": decoder("fast-dllm-v2"),
 }
 IN_MEMORY = {"LoRA": lora, "gradient checkpointing": checkpointing}
-COARSE = ["bert, tied weights", "fast-dllm-v2, block-causal and shifted"]
+CASES_OF_NETWORKS = [
+    *itertools.product([*NETWORKS, *IN_MEMORY], ["float64"]),
+    ("bert, tied weights", "float32"),
+    ("fast-dllm-v2, block-causal and shifted", "float32"),
+]
+
+
+def opened(folder, name, dtype):
+    """The denoiser of that name."""
+    if name in NETWORKS:
+        return NETWORKS[name](folder, dtype=dtype)
+    denoiser = IN_MEMORY[name](folder)
+    denoiser.module.to(getattr(torch, dtype))
+    return denoiser
+
+
+def precision(name, dtype):
+    """How closely gradients of a network agree, relative to their norm."""
+    if dtype == "float32":
+        return 1e-5
+    if name.startswith(("sdar", "fast")):
+        return 1e-7  # the norms of transformers' decoders are float32 in any dtype
+    return 1e-9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float64") for name in (*NETWORKS, *IN_MEMORY)), *((name, "float32") for name in COARSE)],
-)
+@pytest.mark.parametrize(("name", "dtype"), CASES_OF_NETWORKS)
 def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype):
     """Of a loss that weighs tokens and is not linear in them, through `differentiable`."""
-    denoiser = NETWORKS[name](tmp_path, dtype=dtype) if name in NETWORKS else IN_MEMORY[name](tmp_path)
-    if name in IN_MEMORY:
-        denoiser.module.to(getattr(torch, dtype))
-    block = denoiser.block or 3
-    estimator = {"estimator": "ar"} if denoiser.attention == "causal" else {"block": block, "grid": "row"}
-    duel = Duel(denoiser, **({"rule": "greedy"} if "block" in estimator else {}), **estimator)
+    denoiser = opened(tmp_path, name, dtype)
+    if denoiser.attention == "causal":
+        block = 1
+        duel = Duel(denoiser, estimator="ar")
+    else:
+        block = denoiser.block or 3
+        duel = Duel(denoiser, rule="greedy", block=block, grid="row")
     tokens = torch.randint(6, 30, (15,), generator=torch.Generator().manual_seed(2)).tolist()
     windows = [Window(tokens[:2], tokens[2:]), Window(tokens[:5], tokens[9:])]
-    orders = [scored.reveal_steps for scored in duel.log_prob(windows)]
+    orders = [score.reveal_steps for score in duel.log_prob(windows)]
     parameters = list(trainable_tensors(denoiser).values())
+    assert len(parameters) >= 8
+    if name == "LoRA":
+        assert len(parameters) == 8
     advantage = torch.linspace(-1, 2, 13, dtype=torch.float64)
 
     def loss(log_probs):
         return sum((advantage[: len(row)] * row + 0.1 * row**2).sum() for row in log_probs)
 
     log_probs = duel.differentiable(windows, orders, batch_size=2)
-    ours = torch.autograd.grad(loss([log_probs[0], log_probs[1, :6]]), parameters, allow_unused=True)
+    grads = torch.autograd.grad(loss([log_probs[0], log_probs[1, :6]]), parameters, allow_unused=True)
+
+    rows = []
     with contextlib.nullcontext() if name in NETWORKS else denoiser.evaluating():
-        size = 1 if denoiser.attention == "causal" else block
-        of = (denoiser.mask_id or 0, denoiser.excluded.clone())
-        rows = [
-            textbook(logits_of(denoiser, window), *of, window, order, size, "row")
-            for window, order in zip(windows, orders, strict=True)
-        ]
-        plain = torch.autograd.grad(loss(rows), parameters, allow_unused=True)
-    assert log_probs.shape == (2, 13) and not log_probs[1, 6:].any()
-    by_float32 = name.startswith(("sdar", "fast"))  # the norms of transformers' decoders are float32 in any dtype
-    require_equal(ours, plain, 1e-5 if dtype == "float32" else 1e-7 if by_float32 else 1e-9)
-    assert len(parameters) == (8 if name == "LoRA" else len(parameters)) >= 8
+        mask_id = denoiser.mask_id or 0
+        excluded = denoiser.excluded.clone()
+        for window, order in zip(windows, orders, strict=True):
+            network = logits_of(denoiser, window)
+            rows.append(textbook(network, mask_id, excluded, window, order, block, "row"))
+        expected = torch.autograd.grad(loss(rows), parameters, allow_unused=True)
+    assert log_probs.shape == (2, 13)
+    assert not log_probs[1, 6:].any()
+    require_equal(grads, expected, precision(name, dtype))
 
 
 @pytest.mark.parametrize(
@@ -196,24 +221,32 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
 def test_toys(kind, rule, block, order):
     """Weights go to their windows, whichever is the longest."""
     toy = trainable(kind, length=8)
+    duel = Duel(toy, rule=rule, block=block)
     batch_size = 1 if rule == "greedy" else 7
-    duel, windows, weights = Duel(toy, rule=rule, block=block), *([of[n] for n in order] for of in (WINDOWS, WEIGHTS))
+    windows = [WINDOWS[n] for n in order]
+    weights = [WEIGHTS[n] for n in order]
     scores = duel.log_prob(windows)
     orders = [score.reveal_steps for score in scores]
+
+    rows = []
+    loss = 0.0
+    for window, weight, steps in zip(windows, weights, orders, strict=True):
+        row = textbook(logits_of(toy, window), toy.mask_id or 0, toy.excluded, window, steps, block)
+        rows.append(row)
+        loss = loss + weight * row.sum()
+    loss.backward()
+    expected = gradients(toy)
+
     values = backward(duel, windows, weights, batch_size=batch_size)
     assert values == pytest.approx([score.log_prob for score in scores], abs=1e-12)
-    summed = gradients(toy)
-    of = toy.mask_id or 0, toy.excluded
-    plain = [textbook(logits_of(toy, w), *of, w, s, block) for w, s in zip(windows, orders, strict=True)]
-    sum(weight * row.sum() for weight, row in zip(weights, plain, strict=True)).backward()
-    require_equal(summed, wanted := gradients(toy), 1e-9)
+    require_equal(gradients(toy), expected, 1e-9)
 
     log_probs = duel.differentiable(windows, orders, batch_size)
-    for row, found in zip(plain, log_probs, strict=True):
-        assert found[: len(row)].tolist() == pytest.approx(row.tolist(), abs=1e-12)
-        assert not found[len(row) :].any()
+    for row, padded in zip(rows, log_probs, strict=True):
+        assert padded[: len(row)].tolist() == pytest.approx(row.tolist(), abs=1e-12)
+        assert not padded[len(row) :].any()
     (log_probs * torch.tensor(weights, dtype=torch.float64)[:, None]).sum().backward()
-    require_equal(gradients(toy), wanted, 1e-9)
+    require_equal(gradients(toy), expected, 1e-9)
 
 
 def test_the_graph_obeys_autograd():
@@ -244,7 +277,7 @@ def test_memory_is_that_of_one_step():
     features = toy.features
 
     def counted(ids, real):
-        alive.append(sum(1 for ref in refs if ref() is not None))
+        alive.append(sum(ref() is not None for ref in refs))
         out = features(ids, real)
         refs.append(weakref.ref(out))
         return out
@@ -255,7 +288,8 @@ def test_memory_is_that_of_one_step():
     backward(duel, WINDOWS[:1], [1.0], order)
     log_probs = duel.differentiable(WINDOWS[:1], order)
     log_probs.sum().backward()
-    assert len(alive) >= 11 and set(alive) == {0}
+    assert len(alive) >= 11
+    assert set(alive) == {0}
 
 
 def test_rows_of_the_backward_pass_are_counted():
@@ -277,16 +311,21 @@ def test_an_autocast_around_the_call_changes_nothing():
     window = Window((300,), tuple(range(100, 107)))
     parameter = next(denoiser.layers.parameters())
     parameter.requires_grad_(True)
-    found = []
-    for context in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
+
+    def values():
+        """The gradient, and the log-probability by both ways."""
         parameter.grad = None
-        with context():
-            [log_prob] = backward(duel, [window], [1.0])
-            [scored] = duel.log_prob([window])
-        found.append((parameter.grad.clone(), log_prob, scored.log_prob))
-    (plain, *values), (inside, *again) = found
-    assert (plain - inside).norm() <= 1e-5 * plain.norm()
-    assert again == pytest.approx(values, abs=1e-4)
+        [log_prob] = backward(duel, [window], [1.0])
+        [score] = duel.log_prob([window])
+        return parameter.grad, log_prob, score.log_prob
+
+    gradient, log_prob, scored = values()
+    with torch.autocast("cpu", torch.bfloat16):
+        gradient_inside, log_prob_inside, scored_inside = values()
+
+    assert (gradient - gradient_inside).norm() <= 1e-5 * gradient.norm()
+    assert log_prob_inside == pytest.approx(log_prob, abs=1e-4)
+    assert scored_inside == pytest.approx(scored, abs=1e-4)
 
 
 # ---------------------------------------------------------------- networks as people write them
@@ -349,25 +388,31 @@ def at_accumulation(network):
 )
 def test_gradients_are_those_of_plain_autograd_over_the_reference(prepare, checkpointing, around):
     """Hooks see the sum once; checkpointing recomputes in evaluation mode; wrappers are seen through."""
-    grads = []
-    for ours in (True, False):
-        network = Own(checkpointing if ours else None)
-        if prepare is not None:
-            prepare(network)
-        if ours:
-            model = network if around is None else around(network)
-            duel = Duel.from_model(model, rule="greedy", block=3, mask_token_id=5, max_length=8, self_tests=False)
-            orders = [scored.reveal_steps for scored in duel.log_prob(WINDOWS)]
-            backward(duel, WINDOWS, WEIGHTS, orders, batch_size=2)
-            assert all(part.training for part in network.modules())
-        else:
-            network.eval()
-            of = (lambda z: network(z[None], None)[0]), 5, torch.arange(6) == 5  # noqa: B023
-            rows = [textbook(*of, window, steps, 3) for window, steps in zip(WINDOWS, orders, strict=True)]
-            sum(weight * row.sum() for weight, row in zip(WEIGHTS, rows, strict=True)).backward()
+
+    def clipped_gradients(network):
         torch.nn.utils.clip_grad_norm_(network.parameters(), 2.0)
-        grads.append([parameter.grad for parameter in network.parameters()])
-    require_equal(*grads, 1e-9)
+        return [parameter.grad for parameter in network.parameters()]
+
+    network = Own(checkpointing)
+    if prepare is not None:
+        prepare(network)
+    model = network if around is None else around(network)
+    duel = Duel.from_model(model, rule="greedy", block=3, mask_token_id=5, max_length=8, self_tests=False)
+    orders = [score.reveal_steps for score in duel.log_prob(WINDOWS)]
+    backward(duel, WINDOWS, WEIGHTS, orders, batch_size=2)
+    assert all(part.training for part in network.modules())
+
+    plain = Own()
+    if prepare is not None:
+        prepare(plain)
+    plain.eval()
+    loss = 0.0
+    for window, weight, steps in zip(WINDOWS, WEIGHTS, orders, strict=True):
+        row = textbook(lambda z: plain(z[None], None)[0], 5, torch.arange(6) == 5, window, steps, 3)
+        loss = loss + weight * row.sum()
+    loss.backward()
+
+    require_equal(clipped_gradients(network), clipped_gradients(plain), 1e-9)
 
 
 def test_a_tensor_that_would_get_no_gradient_is_refused():

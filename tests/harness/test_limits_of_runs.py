@@ -65,12 +65,13 @@ def test_a_task_on_three_ranks_is_what_one_has():
         "unk_tokens": 6,
         "unk_documents": {"0": 3, "2": 3},
     }
-    for found in (whole, merged):
-        entry = found.tasks["t"].describe()
+    for run in (whole, merged):
+        entry = run.tasks["t"].describe()
         value = entry.pop("values")["duel"]
         assert entry == expected
-        assert (value["log_prob"], value["windows"]) == (-57.0, 4)
-        assert found.counts["empty_requests"] == 1
+        assert value["log_prob"] == -57.0
+        assert value["windows"] == 4
+        assert run.counts["empty_requests"] == 1
     assert merged.ranks == 3
 
 
@@ -85,7 +86,9 @@ def test_what_ranks_have_in_common_is_summed_or_the_largest():
         merged = RunStats(ranks=0)
         merged.merge(first)
         merged.merge(second)
-        assert (merged.seconds, merged.peak_memory, merged.ranks) == (3.0, 7, 2)  # ranks run at the same time
+        assert merged.ranks == 2
+        assert merged.seconds == 3.0  # ranks run at the same time
+        assert merged.peak_memory == 7
         assert merged.counts == {"nfe": None, "rows": 7}
         assert merged.phases == {"cached": {"rows": 9, "seconds": 1.5}, "uncached": {"rows": 1, "seconds": 0.25}}
         assert merged.generated == {"a", "b"}
@@ -95,15 +98,22 @@ def test_the_entries_of_a_run():
     run = RunStats(counts=dict(COUNTS), seconds=8.0, peak_memory=100, shares=[Share(6, 30, 8.0), Share(3, 10, 4.0)])
     run.tasks = {"a": TaskStats(longest=5), "b": TaskStats(longest=9), "c": TaskStats(longest=2)}
     run.generated = {"b", "a"}
-    found = run.describe()
-    assert (found["mean_nfe"], found["tokens_per_second"], found["longest_document"]) == (5.0, 5.0, 9)
-    assert found["generated"] == ["a", "b"] and list(found["tasks"]) == ["a", "b", "c"]
-    assert found["balance"] == {
+
+    entries = run.describe()
+
+    assert entries["mean_nfe"] == 5.0
+    assert entries["tokens_per_second"] == 5.0
+    assert entries["longest_document"] == 9
+    assert entries["generated"] == ["a", "b"]
+    assert list(entries["tasks"]) == ["a", "b", "c"]
+    assert entries["balance"] == {
         "rows": {"ranks": [6, 3], "max_over_mean": pytest.approx(6 / 4.5)},
         "tokens": {"ranks": [30, 10], "max_over_mean": pytest.approx(1.5)},
         "seconds": {"ranks": [8.0, 4.0], "max_over_mean": pytest.approx(8 / 6)},
     }
-    assert not {"verify_failed", "phases"} & {*found} and found["verify"] is None
+    assert entries["verify"] is None
+    assert "verify_failed" not in entries
+    assert "phases" not in entries
     for changed in ({"windows": 0}, {"nfe": None}):
         assert RunStats(counts=COUNTS | changed).describe()["mean_nfe"] is None
     assert RunStats(counts=dict(COUNTS)).describe()["tokens_per_second"] is None
@@ -115,16 +125,19 @@ def test_twenty_documents_with_near_ties_are_listed(count, more):
     run = RunStats()
     for document in reversed(range(count)):
         run.add_request("t", document, Total(near_ties=1))
+
     documents = "1 document" if count == 1 else f"{count} documents"
     names = ", ".join(f"t {document}" for document in range(min(count, 20)))
-    assert f"in {documents}: {names}{more}" in run.near_ties and ("more" in run.near_ties) is bool(more)
+    assert f"in {documents}: {names}{more}" in run.near_ties
+    assert ("more" in run.near_ties) is bool(more)
 
 
 def test_lines_of_the_log():
     """Balance for several ranks alone; values that are no plain likelihood; what differed when it was repeated."""
     one = RunStats(shares=[Share(6, 30, 2.0)], counts={"rows_differing": 0, "rows_checked": 9})
     one.add_request("t", 0, total(-30.0, 10))
-    assert one.log_lines() == [] and one.warnings() == []
+    assert one.log_lines() == []
+    assert one.warnings() == []
 
     others = {
         "oracle": Score(-20.0, kind=Kind.NOT_A_LIKELIHOOD),
@@ -138,13 +151,15 @@ def test_lines_of_the_log():
     for part in ("2 ranks", "rows 1,600 800 (max/mean 1.33)", "tokens 30 10 (max/mean 1.50)", "(max/mean 1.38)"):
         assert part in balance, part
     rows, decisions, unknown = run.warnings()
-    assert rows.startswith("2 of 9 rows") and decisions.startswith("1 of 8 decisions")
+    assert rows.startswith("2 of 9 rows")
+    assert decisions.startswith("1 of 8 decisions")
     assert "3 of 10 tokens (30.0%)" in unknown
-    estimated = total(-25.0, 10, name="oracle", kind=Kind.ESTIMATE)
+
     # the run's own value is told, another value of it only if it is drawn
-    alone = RunStats()
-    alone.add_request("t", 0, estimated)
-    assert len(alone.errors()) == 1 and run.errors() == []
+    assert run.errors() == []
+    estimated = RunStats()
+    estimated.add_request("t", 0, total(-25.0, 10, name="oracle", kind=Kind.ESTIMATE))
+    assert len(estimated.errors()) == 1
 
 
 def test_peak_memory_is_in_bytes():
@@ -163,20 +178,26 @@ FINISHED = {0: None, 1: False, 4: False, 5: True, 9: True, 10: False}  # of ten 
 def test_an_interval_takes_five_documents_and_ends_with_the_last(finished, has_interval):
     sizes = [3, 9, 4, 7, 5, 8, 2, 6, 11, 4][:finished]
     log_probs = [-2.0 * size - (n % 3) for n, size in enumerate(sizes)]
-    found = estimate(log_probs, sizes, 10)
+
+    estimated = estimate(log_probs, sizes, 10)
+
     if has_interval is None:
-        assert found is None
+        assert estimated is None
         return
-    value, low, high = found
+    value, low, high = estimated
     rate = -sum(log_probs) / sum(sizes)
     assert value == pytest.approx(math.exp(rate))
     if not has_interval:
-        assert (low, high) == (None, None)
+        assert low is None
+        assert high is None
         return
-    squares = sum((nats + rate * size) ** 2 for nats, size in zip(log_probs, sizes, strict=True))
+    squares = 0.0
+    for log_prob, size in zip(log_probs, sizes, strict=True):
+        squares += (log_prob + rate * size) ** 2
     variance = (1 - finished / 10) * finished / (finished - 1) * squares / sum(sizes) ** 2
     reach = stdtrit(finished - 1, 0.975) * math.sqrt(variance)
-    assert (low, high) == pytest.approx((math.exp(rate - reach), math.exp(rate + reach)))
+    assert low == pytest.approx(math.exp(rate - reach))
+    assert high == pytest.approx(math.exp(rate + reach))
 
 
 def test_the_text_of_a_bar():
@@ -195,25 +216,30 @@ def test_requests_and_windows_that_are_finished():
     bar.add_window(3, 2)
     bar.add_window(4, None)
     assert str(bar) == "1 of 3 loglikelihood requests and 2 windows of unfinished ones"
-    assert (bar.tokens, bar.computed_tokens, bar.computed_steps) == (7, 7, 2)
+    assert bar.tokens == 7
+    assert bar.computed_tokens == 7
+    assert bar.computed_steps == 2
+
     bar.finish_request(2)
     bar.add_saved(1)
     assert str(bar) == "2 of 3 loglikelihood requests and 1 window of unfinished ones"
-    assert (bar.tokens, bar.computed_tokens) == (8, 7)
+    assert bar.tokens == 8
+    assert bar.computed_tokens == 7
+
     bar.finish_request(1)
     assert str(bar) == "3 of 3 loglikelihood requests"
+
     assert str(Progress("x", [5], [], Counts(), hidden=True)) == "1 of 1 x request"
     texts = Progress("loglikelihood_rolling", [5, 7], [1], Counts(), hidden=True)
     assert str(texts) == "1 of 2 documents"
 
 
 def test_bars_are_hidden_on_all_ranks_but_the_first():
-    hidden = {}
     for show_progress in (True, False):
         for rank in (0, 1, 2):
             evaluation = SimpleNamespace(show_progress=show_progress, ranks=SimpleNamespace(rank=rank))
-            hidden[show_progress, rank] = Evaluation.hides_bars.fget(evaluation)
-    assert [case for case, is_hidden in hidden.items() if not is_hidden] == [(True, 0)]
+            is_shown = show_progress and rank == 0
+            assert Evaluation.hides_bars.fget(evaluation) is not is_shown
 
 
 def test_the_estimate_of_a_bar_is_new_after_a_second_and_at_the_end(monkeypatch):
@@ -248,21 +274,29 @@ def test_a_copy_beyond_the_repeats_has_the_answer_of_the_last(repeats):
 
 def test_a_random_order_depends_on_the_seed_and_on_each_request_alone():
     requests = [make_request("x", {}, (letter,), "t", n) for n, letter in enumerate("abcdefghij")]
-    orders = {seed: random_order(requests, seed) for seed in (0, 1)}
-    assert orders[0] != orders[1] != sorted(orders[1])
-    for seed, order in orders.items():
-        assert sorted(order) == list(range(10))
-        few = random_order(requests[::2], seed)
-        assert [2 * n for n in few] == [n for n in order if n % 2 == 0]
     other_task = [make_request("x", {}, request.args, "u", n) for n, request in enumerate(requests)]
-    assert random_order(other_task, 0) != orders[0]
+    first = random_order(requests, 0)
+    second = random_order(requests, 1)
+
+    assert first != second
+    assert second != sorted(second)
+    assert random_order(other_task, 0) != first
+    for seed, order in ((0, first), (1, second)):
+        assert sorted(order) == list(range(10))
+        order_of_even = random_order(requests[::2], seed)
+        assert [2 * n for n in order_of_even] == [n for n in order if n % 2 == 0]
 
 
 def test_keys_of_samples_differ_and_have_63_bits():
     parts = [("t", 0, 0, 0), ("u", 0, 0, 0), ("t", 1, 0, 0), ("t", 0, 1, 0), ("t", 0, 0, 1), (None, None, 0, 0)]
+
     keys = [generation.key_of(*part) for part in parts]
-    assert len({*keys}) == len(keys) and all(0 <= key < 2**63 for key in keys)
-    assert max(keys).bit_length() > 55 and len({key >> 32 for key in keys}) == len(keys)
+
+    assert min(keys) >= 0
+    assert 2**55 <= max(keys) < 2**63
+    assert len({*keys}) == len(keys)
+    upper_halves = {key >> 32 for key in keys}
+    assert len(upper_halves) == len(keys)
 
 
 def test_work_is_dealt_to_the_rank_with_the_least_of_it():
@@ -274,7 +308,9 @@ def test_work_is_dealt_to_the_rank_with_the_least_of_it():
         rank = work.index(min(work))
         work[rank] += costs[n]
         dealt[rank].append(n)
-    assert [Ranks(None, rank, 3).deal(costs) for rank in range(3)] == [sorted(items) for items in dealt]
+
+    for rank in range(3):
+        assert Ranks(None, rank, 3).deal(costs) == sorted(dealt[rank])
 
 
 # ---------------------------------------------------------------- changes to lm-eval
@@ -297,23 +333,26 @@ def test_a_task_needs_a_document_for_each_rank(documents, limit, samples, count)
     def original(task, **options):
         built.append(options["world_size"])
 
-    for ranks in (1, count, count + 1):
-        options = {"limit": limit, "samples": samples, "world_size": ranks}
-        if ranks > max(count, 1):
-            with pytest.raises(DuelError, match=f"{count}.*{ranks}"):
-                patches._build_all_requests(original, task, **options)
-        else:
-            patches._build_all_requests(original, task, **options)
-    assert built == [ranks for ranks in (1, count, count + 1) if ranks <= max(count, 1)]
+    def build(ranks):
+        patches._build_all_requests(original, task, limit=limit, samples=samples, world_size=ranks)
+
+    build(1)
+    build(count)
+    with pytest.raises(DuelError, match=f"{count}.*{count + 1}"):
+        build(count + 1)
+    assert built == [1, count]
 
 
 def test_large_numbers_of_a_table_and_means_over_nothing():
     results = {"results": {"t": {"a": 999_999_999_999.0, "b": 1e12, "c": -1e12, "d": 5, "e": math.inf}}}
     patches._save_results(lambda tracker, results: None, None, results)
-    assert [f"{value:.4f}" for value in results["results"]["t"].values()] == [
-        *("999999999999.0000", "1.0000e+12", "-1.0000e+12", "5.0000", "inf")
-    ]
-    mean = lambda items: sum(nats for nats, _ in items) / sum(size for _, size in items)  # noqa: E731
+    shown = [f"{value:.4f}" for value in results["results"]["t"].values()]
+    assert shown == ["999999999999.0000", "1.0000e+12", "-1.0000e+12", "5.0000", "inf"]
+
+    def mean(items):
+        log_probs, sizes = zip(*items, strict=True)
+        return sum(log_probs) / sum(sizes)
+
     assert patches._weighted_mean(mean, [(-6.0, 2), (0.0, 0)]) == -3.0
     assert math.isnan(patches._weighted_mean(mean, [(-6.0, 0), (0.0, 0)]))
 
@@ -342,7 +381,8 @@ def test_answers_that_a_full_disk_has_not_taken_are_counted(caplog):
     cache.file.execute('CREATE TABLE "unnamed" (key TEXT PRIMARY KEY, value BLOB)')
     caplog.set_level(logging.INFO)
     cache.keep("key 3", 3)
-    assert "the 4 answers that waited" in caplog.text and not cache.waiting
+    assert "the 4 answers that waited" in caplog.text
+    assert not cache.waiting
     assert cache.file.execute('SELECT count(*) FROM "unnamed"').fetchone() == (4,)
 
 
