@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from attends import Attends
-from laws import numbers, slow_but
+from laws import numbers, slow_but, strings
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Toy
 
 from lm_eval_duel import Duel
@@ -36,12 +36,14 @@ NETWORKS = {
     "causal prefix": CausalPrefix(block=3, length=LENGTH + 1),
     "causal": Causal(length=LENGTH),
 }
-GRIDS = {name: ("auto",) if network.block else ("target", "row") for name, network in NETWORKS.items()}
-CASES = []
-for name, grids in GRIDS.items():
-    for grid in grids:
-        if name != "causal" or grid == "target":  # all blocks of a causal network have one position
-            CASES.append((name, grid))
+CASES = []  # a network and its grid
+for name, network in NETWORKS.items():
+    if network.block:
+        CASES.append((name, "auto"))
+    elif network.attention == "causal":
+        CASES.append((name, "target"))  # all blocks have one position
+    else:
+        CASES += [(name, "target"), (name, "row")]
 RULES = ["greedy:k=1", "left_to_right:k=2", "klass:mu=0.4:nu=0.3", "random:k=1:seed=0"]
 BASES = [
     Window((1, 0, 2, 1), (2, 0, 1, 1, 2, 0, 1)),  # with grid=row a block begins inside the context
@@ -113,9 +115,12 @@ def test_windows_that_differ_in_one_field_keep_their_values(name, grid):
     duel = duel_of(name, rule, grid)
     windows = scorable(duel, BASES[:2] if grid == "row" else BASES[1:3])
     assert len(windows) >= 10
-    alone = [duel.log_prob([window])[0] for window in windows]
+
     together = duel.log_prob(windows)
-    assert numbers(together) == pytest.approx(numbers(alone), abs=1e-7, nan_ok=True)
+
+    for window, score in zip(windows, together, strict=True):
+        alone = duel.log_prob([window])
+        assert numbers([score]) == pytest.approx(numbers(alone), abs=1e-7, nan_ok=True)
 
 
 @pytest.mark.parametrize("tokens", [2, pytest.param(8, marks=pytest.mark.slow)])
@@ -149,8 +154,8 @@ def test_a_window_that_leaves_a_call_and_comes_back_is_itself(name, monkeypatch)
 
         with monkeypatch.context() as patch:
             patch.setattr(kind, "stream", short_of_memory)
-            found = duel_of(name, "threshold:mu=0.6").sample(CONTEXTS, 9, seed=4)
-        assert [sample.tokens for sample in found] == expected, failing
+            samples = duel_of(name, "threshold:mu=0.6").sample(CONTEXTS, 9, seed=4)
+        assert [sample.tokens for sample in samples] == expected, failing
 
 
 ESTIMATORS = [
@@ -161,9 +166,7 @@ ESTIMATORS = [
     ("two_phase", "two phases", {"sample": 0.5}),
     ("sampled_confidence", "bidirectional", {}),
 ]
-
-
-OF_EACH_LOOP = [ESTIMATORS[n] for n in (0, 3, 4, 5)]  # draws, sums over orders, two phases, sets
+OF_EACH_LOOP = [ESTIMATORS[0], *ESTIMATORS[3:]]  # draws, sums over orders, two phases, sets
 
 
 @pytest.mark.parametrize(("estimator", "name", "more"), slow_but(ESTIMATORS, OF_EACH_LOOP))
@@ -179,16 +182,22 @@ def test_every_estimator_tells_windows_apart(estimator, name, more):
 
     windows = scorable(duel(), BASES[2:3])
     assert len(windows) >= 8
-    alone = {window: duel().log_prob([window])[0].log_prob for window in windows}
-    assert [score.log_prob for score in duel().log_prob(windows)] == pytest.approx(list(alone.values()), abs=1e-9)
+    values = []  # of each window alone
+    for window in windows:
+        [alone] = duel().log_prob([window])
+        values.append(alone.log_prob)
+
+    together = duel().log_prob(windows)
+    assert [score.log_prob for score in together] == pytest.approx(values, abs=1e-9)
+
     in_small_calls = duel(tokens=4).log_prob(windows)
-    assert [score.log_prob for score in in_small_calls] == pytest.approx(list(alone.values()), abs=1e-9)
+    assert [score.log_prob for score in in_small_calls] == pytest.approx(values, abs=1e-9)
 
 
 # ---------------------------------------------------------------- memory
 
 
-DENSE = [(lanes, name) for lanes in (1, 3, 10) for name in ("bidirectional", "dual cache", "block-causal")]
+DENSE = [*itertools.product((1, 3, 10), ("bidirectional", "dual cache", "block-causal"))]
 
 
 @pytest.mark.parametrize(("lanes", "name"), slow_but(DENSE, [DENSE[1], DENSE[3], DENSE[5]]))
@@ -207,8 +216,9 @@ def test_dense_distributions_stay_within_the_budget(name, lanes, monkeypatch):
     duel = Duel(network, "klass:mu=0.4:nu=0.3", block)
     plane = block * network.vocab_size
     duel.estimator.budget = Budget(10_000, values=lanes * 4 * plane)
-    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 10)]
-    duel.log_prob(windows)
+
+    duel.log_prob([Window((1,), text) for text in strings(3, 6)[:10]])
+
     assert plane <= max(made) <= lanes * plane
 
 
@@ -220,10 +230,11 @@ def test_errors_of_windows_that_differ_in_one_field_are_independent():
     duel = Duel(Toy(length=LENGTH), estimator="elbo", mc_samples=16)
     for window in (BASES[1], dataclasses.replace(BASES[1], tail=0)):
         for other in scorable(duel, [window]):
-            pair = duel.log_prob([window, other])
-            error = Total.from_scores([window, other], pair, "elbo").stderr
-            one, two = (score.stderr for score in pair)
-            expected = one + two if other == window else math.hypot(one, two)
+            first, second = duel.log_prob([window, other])
+            error = Total.from_scores([window, other], [first, second], "elbo").stderr
+            expected = math.hypot(first.stderr, second.stderr)
+            if other == window:
+                expected = first.stderr + second.stderr
             assert error == pytest.approx(expected), other
 
 
@@ -232,7 +243,8 @@ def test_a_generated_text_depends_on_no_other_prompt():
     for name in ("bidirectional", "dual cache", "block-causal"):
         alone = []
         for n, context in enumerate(CONTEXTS):
-            alone += duel_of(name, "threshold:mu=0.45").sample([context], 6, seed=4, keys=[n])
+            [sample] = duel_of(name, "threshold:mu=0.45").sample([context], 6, seed=4, keys=[n])
+            alone.append(sample.tokens)
         for tokens in (None, 2):
             together = duel_of(name, "threshold:mu=0.45", tokens=tokens).sample(CONTEXTS, 6, seed=4)
-            assert [sample.tokens for sample in together] == [sample.tokens for sample in alone], (name, tokens)
+            assert [sample.tokens for sample in together] == alone, (name, tokens)

@@ -27,11 +27,6 @@ NETWORKS = [  # with a rule
 ]
 
 
-def same(drawn, scored, tolerance=1e-9):
-    assert drawn.reveal_steps == scored.reveal_steps and drawn.nfe == scored.nfe
-    assert drawn.token_logprobs == pytest.approx(scored.token_logprobs, abs=tolerance)
-
-
 @pytest.mark.parametrize(("toy", "rule"), NETWORKS)
 def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
     duel = DuelEstimator(toy, rule, 2)
@@ -45,8 +40,9 @@ def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
     stopped = duel.sample(contexts, 6, seed=5, stop=stop)
     assert max(lengths) < 6, "nothing is left to stop at the end"
     assert len({len(sample.tokens) for sample in stopped}) > 1
-    small = DuelEstimator(toy, rule, 2, batch_size=1).sample(contexts, 6, seed=5, stop=stop)
-    assert [sample.tokens for sample in small] == [sample.tokens for sample in stopped]
+
+    in_small_batches = DuelEstimator(toy, rule, 2, batch_size=1).sample(contexts, 6, seed=5, stop=stop)
+    assert [sample.tokens for sample in in_small_batches] == [sample.tokens for sample in stopped]
 
     whole = duel.sample(contexts, 6, seed=5)
     for context, sample, without_stop in zip(contexts, stopped, whole, strict=True):
@@ -54,11 +50,14 @@ def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
         assert sample.tokens == without_stop.tokens[:length]
         assert sample.tail == 6 - length
         if sample.tail:
-            assert 2 in sample.tokens and 2 not in sample.tokens[:-2], "it is looked for after each block of two"
+            assert 2 in sample.tokens
+            assert 2 not in sample.tokens[:-2], "it is looked for after each block of two"
         ends_on_a_border = (len(context) + length) % 2 == 0
         if ends_on_a_border or toy.attention != "block_causal":
             [score] = duel.log_prob([Window(context, sample.tokens, (), sample.tail)])
-            same(sample, score)
+            assert sample.reveal_steps == score.reveal_steps
+            assert sample.nfe == score.nfe
+            assert sample.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-9)
 
 
 # ---------------------------------------------------------------- temperature, top-k, top-p
@@ -85,20 +84,25 @@ def by_hand(logits, temperature, top_k, top_p):
 )
 def test_tempered_distributions_by_hand(temperature, top_k, top_p):
     toy = Toy(tokens=4, length=3, seed=6)
-    tempered = warped(toy, temperature, top_k, top_p)
+    duel = DuelEstimator(warped(toy, temperature, top_k, top_p), "greedy", 1)
     for context in itertools.product(range(4), repeat=2):
         logits = toy.features(torch.tensor([[*context, 4]]), None)[0, 2, :4]
-        wanted = by_hand(logits, temperature, top_k, top_p)
-        found = DuelEstimator(tempered, "greedy", 1).log_prob([Window(context, (v,)) for v in range(4)])
-        assert [math.exp(one.log_prob) for one in found] == pytest.approx(wanted, abs=1e-12)
+        assert next_token(duel, context) == pytest.approx(by_hand(logits, temperature, top_k, top_p), abs=1e-12)
+
+
+def next_token(duel, context):
+    """The probability of each of four tokens after a context."""
+    scores = duel.log_prob([Window(context, (token,)) for token in range(4)])
+    return [math.exp(score.log_prob) for score in scores]
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     toy = Toy(tokens=4, length=2)
     toy.features = lambda ids, real: torch.zeros(*ids.shape, 5)  # four tokens of probability 1/4
     for top_p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
-        found = DuelEstimator(warped(toy, top_p=top_p), "greedy", 1).log_prob([Window((0,), (v,)) for v in range(4)])
-        assert [one.log_prob > -math.inf for one in found] == [v < kept for v in range(4)]
+        duel = DuelEstimator(warped(toy, top_p=top_p), "greedy", 1)
+        for token, probability in enumerate(next_token(duel, (0,))):
+            assert (probability > 0) == (token < kept)
 
 
 # ---------------------------------------------------------------- what a task asks for
@@ -119,8 +123,9 @@ def test_the_description_of_settings_says_their_exact_values():
     """Another temperature or top_p is another distribution, so no two share a label, also when the digits are many."""
     for value in (0.05, 0.1, 0.7, 0.75, 1 / 3, 1 - 1e-9):
         label = Settings.from_arguments({"temperature": value, "top_p": value}).description
-        parts = dict(part.split("=") for part in label.split(", ")[1:])
-        assert {name: float(number) for name, number in parts.items()} == {"temperature": value, "top_p": value}
+        _, temperature, top_p = label.split(", ")
+        assert float(temperature.removeprefix("temperature=")) == value
+        assert float(top_p.removeprefix("top_p=")) == value
 
 
 VALUES = (
@@ -143,13 +148,15 @@ def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(subtests):
         good = [repr(value) for value in (*GOOD.get(name, ()), None)]
         with subtests.test(name):
             for value in VALUES:
-                asked = {"do_sample": False, name: value}  # a wrong value is a mistake, read or not
+                arguments = {"do_sample": False, name: value}  # a wrong value is a mistake, read or not
                 if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
-                    settings = Settings.from_arguments(asked)
-                    assert settings == Settings.from_arguments(dict(reversed(asked.items()))) and hash(settings)
+                    settings = Settings.from_arguments(arguments)
+                    in_other_order = Settings.from_arguments(dict(reversed(arguments.items())))
+                    assert settings == in_other_order
+                    assert hash(settings)
                 else:
                     with pytest.raises(DuelError, match=rf"\b{name}\b.*(got|not) "):
-                        Settings.from_arguments(asked)
+                        Settings.from_arguments(arguments)
 
 
 def test_what_does_not_fit_is_found_before_the_first_text(folder):
@@ -169,13 +176,16 @@ def test_one_token_in_every_position_is_left_to_right():
     whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
     only = warped(Toy(length=9, seed=1), top_k=1)
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
-        (one,) = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
-        assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
+        [sample] = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
+        assert sample.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
         warning = tie_warning(only, rules.parse(rule))
-        assert "top_k=1" in warning and "left to right" in warning
+        assert "top_k=1" in warning
+        assert "left to right" in warning
+
     assert tie_warning(only, rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
-    assert tie_warning(warped(Toy(), 0.5, 2, 0.4), greedy) is None and tie_warning(warped(Toy(), top_p=0.3), greedy)
+    assert tie_warning(warped(Toy(), top_p=0.3), greedy)
+    assert tie_warning(warped(Toy(), 0.5, 2, 0.4), greedy) is None
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +230,8 @@ def test_samples_depend_on_task_document_and_repeat_alone(folder):
     assert model(folder).generate_until(requests[3:6]) == texts[3:6], "as on another rank"
     assert model(folder, draw_seed=1).generate_until(requests) != texts
     assert model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings)) != texts
-    names = itertools.product(("a", "b"), range(5), range(5), range(5))
-    assert len({key_of(*name) for name in names}) == 250
+    keys = {key_of(*name) for name in itertools.product(("a", "b"), range(5), range(5), range(5))}
+    assert len(keys) == 250
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5, "top_k": 5}])
@@ -232,14 +242,15 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
     asked = Settings.from_arguments({"max_gen_toks": 8, "until": ["e", "f"], **settings})
     duel = DuelEstimator(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
-        assert (record["text"], record["generated"]) == (text, asked.description)
+        assert record["text"] == text
+        assert record["generated"] == asked.description
         assert not {"e", "f"} & {*text.split()}
         assert len(record["ids"]) + record["tail"] == 8
         window = Window((2, *lm.tok_encode(prompt)), record["ids"], (3,), record["tail"])
-        [scored] = duel.log_prob([window])
-        if not scored.near_ties:
-            assert list(scored.reveal_steps) == record["reveal_steps"]
-            assert scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
+        [score] = duel.log_prob([window])
+        if not score.near_ties:
+            assert list(score.reveal_steps) == record["reveal_steps"]
+            assert score.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
     assert lm.get_model_info()["duel"]["generated"] == [asked.description]
 
 
@@ -250,15 +261,21 @@ def test_a_response_cache_keeps_generations_of_other_laws_apart(folder, tmp_path
         cached = CachingLM(model(folder, **arguments), str(tmp_path / f"{arguments['rule']}.db"))
         return cached.generate_until(ask("a b", "c", repeats=repeats, max_gen_toks=8, **(settings or {})))
 
+    requests = ask("a b", "c", max_gen_toks=8)
     elbo = {"estimator": "elbo", "mc_samples": 8, "rule": "greedy"}  # its own spec has no rule
     decoded = texts(**elbo)
-    assert texts(**elbo) == decoded == model(folder).generate_until(ask("a b", "c", max_gen_toks=8))
+    assert texts(**elbo) == decoded
+    assert decoded == model(folder).generate_until(requests)
+
     lm = model(folder, **{**elbo, "rule": "right_to_left"})
-    other = CachingLM(lm, str(tmp_path / "greedy.db")).generate_until(ask("a b", "c", max_gen_toks=8))
+    other = CachingLM(lm, str(tmp_path / "greedy.db")).generate_until(requests)
     assert lm.get_model_info()["duel"]["forwards"] > 0  # counted, although `elbo` cannot generate
-    assert other == model(folder, rule="right_to_left").generate_until(ask("a b", "c", max_gen_toks=8)) != decoded
-    sampled = [texts(3, {"temperature": 9.0}, **elbo) for _ in range(2)]
-    assert sampled[0] == sampled[1] and len(set(sampled[0])) > 2  # repeats stay apart
+    assert other == model(folder, rule="right_to_left").generate_until(requests)
+    assert other != decoded
+
+    sampled = texts(3, {"temperature": 9.0}, **elbo)
+    assert texts(3, {"temperature": 9.0}, **elbo) == sampled
+    assert len(set(sampled)) > 2  # repeats stay apart
 
 
 def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tmp_path):
@@ -269,13 +286,16 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
     traced = model(folder, **drawn, trace=str(tmp_path / "t.jsonl"), batch_size=1)
     texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings))
     assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings))
-    assert len(set(texts)) > 2 and lm.estimator.counts.rows < traced.estimator.counts.rows
+    assert len(set(texts)) > 2
+    assert lm.estimator.counts.rows < traced.estimator.counts.rows
+
     sampler = traced.estimator.with_denoiser(Settings.from_arguments(settings).denoiser(lm.denoiser))
     for record in trace.read(tmp_path / "t.jsonl"):
         prompt = (2, *lm.tok_encode(("a b", "the of")[record["doc"]]))
         [score] = sampler.log_prob([Window(prompt, record["ids"], (3,), record["tail"])])
         assert score.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
-        assert len(record["reveal_steps"]) == len(record["ids"]) and not record["token_logprobs"]
+        assert len(record["reveal_steps"]) == len(record["ids"])
+        assert not record["token_logprobs"]
     assert lm.get_model_info()["duel"]["generated"] == ["sampling, temperature=9"]
     with pytest.raises(DuelError, match=r"task toy, document 0: confidence=untempered is .* use confidence=tempered"):
         lm.generate_until(ask("a b", do_sample=True, top_k=5))
@@ -283,18 +303,21 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
 
 def test_the_end_of_text_ends_a_generation(folder):
     lm = model(folder)
-    (text,) = lm.generate_until(ask("a b", max_gen_toks=8))
-    first = lm.tok_encode(text)[1]
-    lm.tokenizer.eos_token = tiny.WORDS[first]
-    (cut,) = lm.generate_until(ask("a b", max_gen_toks=8))
-    assert cut == tiny.WORDS[lm.tok_encode(text)[0]]
+    [text] = lm.generate_until(ask("a b", max_gen_toks=8))
+    first, second, *_ = lm.tok_encode(text)
+
+    lm.tokenizer.eos_token = tiny.WORDS[second]
+    [cut] = lm.generate_until(ask("a b", max_gen_toks=8))
+
+    assert cut == tiny.WORDS[first]
 
 
 def test_a_chat_template_writes_its_bos_once(folder):
     lm = model(folder)
     lm.tokenizer.chat_template = "{{ '[CLS] ' }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     prompt = lm.apply_chat_template([{"role": "user", "content": "a b"}])
-    assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
+    assert prompt == "[CLS] a b "
+    assert lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
     first, second = lm.loglikelihood(harness_requests.ask("loglikelihood", (prompt, "c d"), ("a b ", "c d")))
     assert first[0] == pytest.approx(second[0], abs=1e-4)

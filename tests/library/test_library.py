@@ -46,7 +46,8 @@ def requests(kind, *arguments):
 
 
 def rolling(lm, texts):
-    return lm.loglikelihood_rolling(requests("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
+    rolling_requests = requests("loglikelihood_rolling", *[(text,) for text in texts])
+    return lm.loglikelihood_rolling(rolling_requests, disable_tqdm=True)
 
 
 # ---------------------------------------------------------------- text in
@@ -56,16 +57,21 @@ def test_score_gives_the_numbers_of_the_harness():
     texts = [*TEXTS[:2], "Na\u00efve caf\u00e9"]
     duel = Duel.from_pretrained("demo-bd", rule="greedy", device="cpu")
     lm = DuelMDM(pretrained="demo-bd", rule="greedy", device="cpu")
+
     scores = duel.score(texts)
-    assert [score.log_prob for score in scores] == pytest.approx(rolling(lm, texts), rel=1e-6)
-    for text, score in zip(texts, scores, strict=True):
+
+    assert duel.spec == lm.spec
+    assert duel.fingerprint == lm.fingerprint
+    for text, score, log_prob in zip(texts, scores, rolling(lm, texts), strict=True):
         tokens = len(lm.tok_encode(text))
-        assert "".join(score.tokens) == text and len(score.tokens) == len(score.reveal_steps) == tokens
+        assert "".join(score.tokens) == text
+        assert len(score.tokens) == tokens
+        assert len(score.reveal_steps) == tokens
+        assert score.nfe == tokens
+        assert score.log_prob == pytest.approx(log_prob, rel=1e-6)
         assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, rel=1e-9)
         assert score.perplexity == pytest.approx(math.exp(-score.log_prob / tokens))
         assert score.bits_per_byte == pytest.approx(-score.log_prob / math.log(2) / len(text.encode()))
-        assert score.nfe == tokens
-    assert duel.spec == lm.spec and duel.fingerprint == lm.fingerprint
 
 
 @pytest.mark.parametrize("arguments", [{"windows": "harness"}, {"bos": "official"}])
@@ -73,8 +79,12 @@ def test_long_texts_are_cut_as_in_the_harness(arguments):
     text = TEXTS[0]
     duel = Duel.from_pretrained("demo-bd", max_length=48, device="cpu", **arguments)
     lm = DuelMDM(pretrained="demo-bd", max_length=48, device="cpu", **arguments)
+
     [score] = duel.score([text])
-    assert len(score.windows) > 1 and [score.log_prob] == pytest.approx(rolling(lm, [text]), rel=1e-6)
+
+    [log_prob] = rolling(lm, [text])
+    assert len(score.windows) > 1
+    assert score.log_prob == pytest.approx(log_prob, rel=1e-6)
     assert score.perplexity == pytest.approx(math.exp(-score.log_prob / len(lm.tok_encode(text))))
 
 
@@ -83,11 +93,13 @@ def test_texts_come_as_they_are_finished(duel, caplog):
     assert "Text 2 " in caplog.text  # is named, since it has no perplexity
     assert dict(duel.score_stream([*SHORT, "", SHORT[0]])) == dict(enumerate(scores))
     assert scores[0] == scores[3]
-    empty = scores[2]
-    assert (
-        empty.log_prob == 0 and empty.tokens == () and math.isnan(empty.perplexity) and math.isnan(empty.bits_per_byte)
-    )
     assert duel.score([]) == []
+
+    empty = scores[2]
+    assert empty.log_prob == 0
+    assert empty.tokens == ()
+    assert math.isnan(empty.perplexity)
+    assert math.isnan(empty.bits_per_byte)
 
 
 def test_wrong_texts_are_named(duel):
@@ -112,16 +124,19 @@ def test_wrong_texts_are_named(duel):
 def test_generate_writes_what_the_harness_writes(duel, lm, settings):
     asked = requests("generate_until", *[(text, {"max_gen_toks": 16, **settings}) for text in SHORT])
     keys = [key_of("toy", n, 0, 0) for n in range(len(SHORT))]
-    generated = duel.generate(SHORT, max_new_tokens=16, keys=keys, **settings)
-    assert [one.text for one in generated] == lm.generate_until(asked, disable_tqdm=True)
-    again = duel.log_prob([one.window for one in generated])
-    for one, scored in zip(generated, again, strict=True):
-        assert math.fsum(one.token_logprobs) == pytest.approx(one.log_prob)
-        assert len(one.tokens) == len(one.token_logprobs) == len(one.reveal_steps) == len(one.window.target)
-        assert "".join(one.tokens).startswith(one.text) and one.prompt in SHORT
-        if "temperature" not in settings and not scored.near_ties:
-            assert one.log_prob == pytest.approx(scored.log_prob, abs=1e-4)
-            assert one.reveal_steps == scored.reveal_steps
+
+    texts = duel.generate(SHORT, max_new_tokens=16, keys=keys, **settings)
+
+    assert [text.text for text in texts] == lm.generate_until(asked, disable_tqdm=True)
+    scores = duel.log_prob([text.window for text in texts])
+    for text, score in zip(texts, scores, strict=True):
+        assert text.prompt in SHORT
+        assert "".join(text.tokens).startswith(text.text)
+        assert math.fsum(text.token_logprobs) == pytest.approx(text.log_prob)
+        assert len(text.tokens) == len(text.token_logprobs) == len(text.reveal_steps) == len(text.window.target)
+        if "temperature" not in settings and not score.near_ties:
+            assert text.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+            assert text.reveal_steps == score.reveal_steps
 
 
 def test_generate_fills_what_the_prompts_leave_of_a_short_row():
@@ -133,7 +148,8 @@ def test_generate_fills_what_the_prompts_leave_of_a_short_row():
     infilling = Duel.from_pretrained("demo-mdm", rule="greedy:k=8", device="cpu", max_length=24)
     [generated] = infilling.generate([[5]], suffixes=[[6, 7]])
     assert generated.window.length == 24
-    assert generated.window.context[-1] == 5 and generated.window.suffix[:2] == (6, 7)  # nothing is cut
+    assert generated.window.context[-1] == 5  # nothing is cut
+    assert generated.window.suffix[:2] == (6, 7)
     with pytest.raises(DuelError, match="max_new_tokens"):
         duel.generate(["We"], max_new_tokens=room + 1)
 
@@ -164,7 +180,7 @@ ESTIMATES = [  # a network, its model args, and whether the value is a bound and
 
 @pytest.mark.parametrize(
     ("name", "arguments", "bound", "drawn"),
-    slow_but(ESTIMATES, [ESTIMATES[n] for n in (0, 1, 4)]),
+    slow_but(ESTIMATES, [ESTIMATES[0], ESTIMATES[1], ESTIMATES[4]]),
     ids=str,
 )
 def test_every_estimator_scores_texts(name, arguments, bound, drawn):
@@ -172,16 +188,23 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
     text = "We the people of the United States"
     duel = Duel.from_pretrained(name, device="cpu", **arguments)
     lm = DuelMDM(pretrained=name, device="cpu", **arguments)
-    [score], [answer] = duel.score([text]), rolling(lm, [text])
-    assert (score.log_prob, score.stderr or 0) == pytest.approx((answer, answer.stderr or 0), rel=1e-6)
+
+    [score] = duel.score([text])
+
+    [answer] = rolling(lm, [text])
+    assert score.log_prob == pytest.approx(answer, rel=1e-6)
+    assert (score.stderr or 0) == pytest.approx(answer.stderr or 0, rel=1e-6)
     assert duel.spec == lm.spec
-    assert (score.stderr is not None, score.bound) == (drawn, bound)
+    assert score.bound == bound
+    assert (score.stderr is not None) == drawn
     assert score.kind == registry.worth(duel.estimator.name, duel.spec).label
+
+    orders = [window.reveal_steps for window in score.window_scores]
     calls = {
         "generate": lambda: duel.generate([text], max_new_tokens=4),
         "sample": lambda: duel.sample([(5,)], 4),
-        "replay": lambda: duel.replay(score.windows, [w.reveal_steps for w in score.window_scores]),
-        "follow": lambda: duel.follow(score.windows, [w.reveal_steps for w in score.window_scores]),
+        "replay": lambda: duel.replay(score.windows, orders),
+        "follow": lambda: duel.follow(score.windows, orders),
         "estimate": lambda: duel.estimate([text], sample=1.0),
     }
     offered = {"ar": {"generate", "sample", "replay", "follow"}, "sampled_confidence": {"generate", "sample"}}
@@ -199,30 +222,43 @@ def test_a_score_shows_itself():
     text = "We the <b>people</b> & others"
     [score] = duel.score([text])
     [generated] = duel.generate(["We the"], max_new_tokens=8)
-    for shown in (score, generated, *score.window_scores):
-        assert "\n" not in repr(shown) and len(repr(shown)) < 240
-    tempered = duel.generate(["We the"], max_new_tokens=2, do_sample=True, temperature=0.7, top_p=0.9)[0]
-    assert "temperature=0.7, top_p=0.9" in repr(tempered) and "temperature" not in repr(generated)
+    for result in (score, generated, *score.window_scores):
+        assert "\n" not in repr(result)
+        assert len(repr(result)) < 240
+    [tempered] = duel.generate(["We the"], max_new_tokens=2, do_sample=True, temperature=0.7, top_p=0.9)
+    assert "temperature=0.7, top_p=0.9" in repr(tempered)
+    assert "temperature" not in repr(generated)
+
     page = score._repr_html_()
-    assert page.count(' title="token ') == len(score.tokens) and "<b>" not in page and "&lt;" in page
+    assert page.count(' title="token ') == len(score.tokens)
+    assert "<b>" not in page
+    assert "&lt;" in page
     assert generated._repr_html_()
+
     values = json.loads(json.dumps(score.to_dict()))
-    assert values["log_prob"] == pytest.approx(score.log_prob) and values["reveal_steps"] == list(score.reveal_steps)
-    assert values["windows"][0]["target"] == list(score.windows[0].target) and values["spec"] == score.spec
-    pairs = score.token_scores()
-    assert "".join(token for token, _ in pairs) == text
-    assert math.fsum(nats for _, nats in pairs) == pytest.approx(score.log_prob, rel=1e-6)
+    assert values["log_prob"] == pytest.approx(score.log_prob)
+    assert values["reveal_steps"] == list(score.reveal_steps)
+    assert values["windows"][0]["target"] == list(score.windows[0].target)
+    assert values["spec"] == score.spec
+
+    tokens, nats = zip(*score.token_scores(), strict=True)
+    assert "".join(tokens) == text
+    assert math.fsum(nats) == pytest.approx(score.log_prob, rel=1e-6)
+
     [mixture] = Duel.from_pretrained("demo-mdm", estimator="mixture", block=2, device="cpu").score(["We"])
     with pytest.raises(DuelError):
         mixture.token_scores()
 
 
 def test_estimators_take_ids_and_networks_in_memory():
-    windows, denoiser = [Window((), (300, 517, 261, 300))], load("demo-mdm", device="cpu")
+    windows = [Window((), (300, 517, 261, 300))]
+    denoiser = load("demo-mdm", device="cpu")
     for estimator, arguments in (("elbo", {"mc_samples": 32, "draw_seed": 2}), ("mixture", {}), ("two_phase", {})):
         duel = Duel(denoiser, block=4, estimator=estimator, **arguments)
         assert duel.log_prob(windows) == duel.estimator.log_prob(windows)
-        assert f"estimator={estimator}" in repr(duel) and ("rule=" in repr(duel)) == (estimator == "two_phase")
+        assert f"estimator={estimator}" in repr(duel)
+        assert ("rule=" in repr(duel)) == (estimator == "two_phase")
+
     for wrong in ({"estimator": "elbo", "mc_samples": -3}, {"mc_samples": 3}):
         with pytest.raises(DuelError, match="'mc_samples'"):
             Duel(denoiser, **wrong)
@@ -242,12 +278,14 @@ def test_arguments_are_those_of_the_harness(duel):
     with pytest.raises(DuelError, match=r"Unknown value of windows 'harnes'. Did you mean harness?"):
         Duel(duel.denoiser, windows="harnes")
     loaded = Duel.from_pretrained("demo-bd", tokenizer=duel.tokenizer, device="cpu")
-    assert loaded.tokenizer is duel.tokenizer and loaded.spec == duel.spec
+    assert loaded.tokenizer is duel.tokenizer
+    assert loaded.spec == duel.spec
 
 
 @pytest.mark.parametrize("ids", [list, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32).numpy()])
 def test_ids_may_be_lists_tuples_or_tensors(ids):
-    duel, window = Duel(Toy(length=6), "greedy", 2), Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
+    duel = Duel(Toy(length=6), "greedy", 2)
+    window = Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
     assert window == Window((1,), (0, 2, 1, 0), (2,))
     [score] = duel.log_prob([window])
     assert duel.sample([ids([1])], 4, suffixes=[ids([2])], seed=3) == duel.sample([(1,)], 4, suffixes=[(2,)], seed=3)
@@ -257,26 +295,35 @@ def test_ids_may_be_lists_tuples_or_tensors(ids):
 
 def test_texts_between_others(duel):
     """Infilling: the harness's windows, equal from texts and from ids; samples have their own log-prob again."""
-    before, inside, after = "The state of", " the union is", " strong."
-    ids = [duel.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, inside, after)]
-    [alone, filled] = duel.score([inside, inside], contexts=[before, before], suffixes=["", after])
-    special_tokens = duel.denoiser.special_tokens
-    row = (*special_tokens[0], *ids[0]), ids[1], (*ids[2], *special_tokens[1])
-    assert filled.windows == (Window(*row),) and filled.text == inside and len(filled.tokens) == len(ids[1])
-    assert filled.log_prob != pytest.approx(alone.log_prob, abs=1e-3)
-    assert filled.log_prob == pytest.approx(duel.log_prob([Window(*row)])[0].log_prob, abs=1e-4)
-    [by_ids] = duel.score([inside], contexts=[torch.tensor(ids[0])], suffixes=[ids[2]])
+    before = "The state of"
+    inside = " the union is"
+    after = " strong."
+    ids_before, ids_inside, ids_after = duel.tokenizer([before, inside, after], add_special_tokens=False)["input_ids"]
+    first, last = duel.denoiser.special_tokens
+    window = Window((*first, *ids_before), ids_inside, (*ids_after, *last))
+
+    without_suffix, filled = duel.score([inside, inside], contexts=[before, before], suffixes=["", after])
+    assert filled.windows == (window,)
+    assert filled.text == inside
+    assert len(filled.tokens) == len(ids_inside)
+    assert filled.log_prob != pytest.approx(without_suffix.log_prob, abs=1e-3)
+    [score] = duel.log_prob([window])
+    assert filled.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+    [by_ids] = duel.score([inside], contexts=[torch.tensor(ids_before)], suffixes=[ids_after])
     assert by_ids.windows == filled.windows
 
     assert compare([filled], [filled]).documents == 1
     with pytest.raises(DuelError, match="text 0 differs"):
-        compare([alone], [filled])
+        compare([without_suffix], [filled])
 
-    texts = duel.generate([before, ids[0]], suffixes=[after, ids[2]], max_new_tokens=3, do_sample=True, keys=[5, 5])
-    assert texts[0].window == texts[1].window and texts[0].window.suffix == row[2]
-    drawn = duel.sample([before, row[0]], 3, suffixes=[after, row[2]], keys=[5, 5])
-    assert drawn[0].tokens == drawn[1].tokens == texts[0].window.target
-    assert duel.log_prob([texts[0].window])[0].log_prob == pytest.approx(texts[0].log_prob, abs=1e-4)
+    prompts = [before, ids_before]
+    text, from_ids = duel.generate(prompts, suffixes=[after, ids_after], max_new_tokens=3, do_sample=True, keys=[5, 5])
+    assert text.window == from_ids.window
+    assert text.window.suffix == window.suffix
+    [score] = duel.log_prob([text.window])
+    assert score.log_prob == pytest.approx(text.log_prob, abs=1e-4)
+    for drawn in duel.sample([before, window.context], 3, suffixes=[after, window.suffix], keys=[5, 5]):
+        assert drawn.tokens == text.window.target
 
     for call in (partial(duel.score, [inside]), partial(duel.generate, [inside]), partial(duel.sample, [inside], 3)):
         with pytest.raises(DuelError, match="suffixes"):
@@ -303,7 +350,8 @@ def test_the_mask_token_is_refused_wherever_it_stands(duel, place):
     """Before the text, in it, and after it; the error names it."""
     parts = ["The state", " of the", " union"]
     parts[place] += duel.tokenizer.mask_token
-    (before, inside, after), named = parts, re.escape(duel.tokenizer.mask_token)
+    before, inside, after = parts
+    named = re.escape(duel.tokenizer.mask_token)
     with pytest.raises(DuelError, match=named):
         duel.score([inside], contexts=[before], suffixes=[after])
     if place != 1:
@@ -341,27 +389,29 @@ def test_it_needs_no_lm_eval():
 def test_equal_texts_have_one_sampling_error():
     """The blocks of equal texts are sampled together, so twice the texts have twice the error, not sqrt(2) times."""
     estimator = TwoPhase(load("demo-mdm", device="cpu"), "greedy", 2)
-    first, second = (
-        TextEstimate.from_scores(text, EncodedText(30, [Window((), (tokens,))], text), [score], estimator)
-        for text, tokens, score in (
-            ("a", 0, Score(-50.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=9.0))),
-            ("b", 1, Score(-60.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=16.0))),
-        )
-    )
+
+    def estimate(text, token, log_prob, variance):
+        blocks = TwoPhaseBlocks(20, sampled=10, drawn=10, variance=variance)
+        encoded = EncodedText(30, [Window((), (token,))], text)
+        return TextEstimate.from_scores(text, encoded, [Score(log_prob, blocks=blocks)], estimator)
+
+    first = estimate("a", 0, -50.0, 9.0)
+    second = estimate("b", 1, -60.0, 16.0)
     for texts, error in (((first,), 3), ((first, second), 5), ((first, second) * 2, 10), ((first, first), 6)):
         assert TextEstimate.total(texts).stderr == pytest.approx(error)
 
 
 def test_scores_are_compared_with_estimates_of_them():
     duel = Duel.from_pretrained("demo-mdm", rule="left_to_right", block=4, device="cpu")
-    scores, estimates = (
-        call(["We the people", "of the States"]) for call in (duel.score, partial(duel.estimate, sample=1.0))
-    )
+    texts = ["We the people", "of the States"]
+    scores = duel.score(texts)
+    estimates = duel.estimate(texts, sample=1.0)
     for result in (scores[0], estimates[0]):
-        assert not {"windows", "window_scores", "sums", "spec"} & {*re.findall(r"(\w+)=", repr(result))}, (
-            "repr is short"
-        )
-    found = compare(scores, estimates)
-    assert found.difference == pytest.approx(0, abs=1e-5) and found.stderrs == (None, 0.0)
+        shown = {*re.findall(r"(\w+)=", repr(result))}
+        assert not {"windows", "window_scores", "sums", "spec"} & shown, "repr is short"
+
+    comparison = compare(scores, estimates)
+    assert comparison.difference == pytest.approx(0, abs=1e-5)
+    assert comparison.stderrs == (None, 0.0)
     with pytest.raises(DuelError, match="several"):
         compare(scores[:1], [TextEstimate.total(estimates)])
