@@ -7,6 +7,7 @@ fails beyond 4 standard errors: a right package fails for one seed in ten thousa
 import itertools
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -18,15 +19,19 @@ from toys import Toy
 from lm_eval_duel import Duel
 from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.arguments import ElboArguments, TwoPhaseArguments
+from lm_eval_duel.estimators.arguments import ElboArguments, NoisedElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 
 def texts(count, length, tokens=3, seed=0):
+    """Windows of different random texts."""
     draw = random.Random(seed)
-    drawn = {tuple(draw.randrange(tokens) for _ in range(length)) for _ in range(2 * count)}
+    drawn = set()
+    for _ in range(2 * count):
+        drawn.add(tuple(draw.randrange(tokens) for _ in range(length)))
     return [Window((), text) for text in sorted(drawn)[:count]]
 
 
@@ -52,10 +57,12 @@ def test_a_number_depends_on_each_of_its_keys():
         "seed and draw swapped": (keys, 1, 1, 1),
     }.items():
         u = uniform(*arguments)
-        assert float(u.min()) >= 0 and float(u.max()) < 1
-        numbers[name] = (u - 0.5) * math.sqrt(12)
-        assert abs(float(numbers[name].mean())) < 4 / math.sqrt(len(u)), name
-        assert abs(float((numbers[name] ** 2).mean()) - 1) < 4 * math.sqrt(0.8 / len(u)), name
+        assert float(u.min()) >= 0
+        assert float(u.max()) < 1
+        standardised = (u - 0.5) * math.sqrt(12)
+        assert abs(float(standardised.mean())) < 4 / math.sqrt(len(u)), name
+        assert abs(float((standardised**2).mean()) - 1) < 4 * math.sqrt(0.8 / len(u)), name
+        numbers[name] = standardised
     for one, other in itertools.combinations(numbers, 2):
         require_independent(numbers[one], numbers[other], f"{one} and {other}")
     assert len(hashed(keys, 0).unique()) == len(keys)
@@ -77,12 +84,17 @@ def test_a_hash_is_that_of_plain_integers(keys):
     for key in keys:
         state = splitmix(state ^ splitmix(key % 2**64))
     for shapes in itertools.product([None, (), (1, 2), (3, 1)], repeat=len(keys)):
-        if shapes.count(None) == len(keys):
+        shapes_of_tensors = [shape for shape in shapes if shape is not None]
+        if not shapes_of_tensors:
             continue
-        mixed = [key if shape is None else torch.full(shape, key) for key, shape in zip(keys, shapes, strict=True)]
-        found = hashed(*mixed)
-        assert found.shape == torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
-        assert (found == state >> 1).all()
+        mixed = []  # plain integers and tensors
+        for key, shape in zip(keys, shapes, strict=True):
+            mixed.append(key if shape is None else torch.full(shape, key))
+
+        hashes = hashed(*mixed)
+
+        assert hashes.shape == torch.broadcast_shapes(*shapes_of_tensors)
+        assert (hashes == state >> 1).all()
 
 
 # ---------------------------------------------------------------- drawn blocks
@@ -94,9 +106,8 @@ def test_blocks_are_drawn_independently_with_the_same_share(share):
     windows = texts(700, 12, seed=1)
     drawn = {}
     for seed in (0, 1):
-        weights = TwoPhase(Attends(length=12), "greedy", 3, TwoPhaseArguments(share), draw_seed=seed).weights(
-            windows
-        )  # (N, 4)
+        estimator = TwoPhase(Attends(length=12), "greedy", 3, TwoPhaseArguments(share), draw_seed=seed)
+        weights = estimator.weights(windows)  # (N, 4)
         assert set(weights.unique().tolist()) == {0.0, 1 / share}
         z = ((weights > 0).double() - share) / math.sqrt(share * (1 - share))  # (N, 4)
         assert abs(float(z.mean())) < 4 / math.sqrt(z.numel()), "the share of drawn blocks"
@@ -111,12 +122,10 @@ def test_blocks_are_drawn_independently_with_the_same_share(share):
 # ---------------------------------------------------------------- draws of bounds
 
 BOUNDS = {
-    "elbo": lambda seed: Elbo(Toy(length=6), ElboArguments(16), draw_seed=seed),
-    "elbo in blocks": lambda seed: Elbo(Toy(length=6), ElboArguments(16, elbo_block=3), draw_seed=seed),
-    "elbo by ratio": lambda seed: Elbo(Toy(length=6), ElboArguments(16, "ratio"), draw_seed=seed),
-    "random tokens": lambda seed: (
-        Duel(NoisyToy(length=6), estimator="noised_elbo", mc_samples=16, draw_seed=seed).estimator
-    ),
+    "elbo": partial(Elbo, Toy(length=6), ElboArguments(16)),
+    "elbo in blocks": partial(Elbo, Toy(length=6), ElboArguments(16, elbo_block=3)),
+    "elbo by ratio": partial(Elbo, Toy(length=6), ElboArguments(16, "ratio")),
+    "random tokens": partial(NoisedElbo, NoisyToy(length=6), NoisedElboArguments(16)),
 }
 
 
@@ -124,17 +133,21 @@ BOUNDS = {
 def test_errors_of_two_windows_and_of_two_seeds_are_independent(name):
     """Deviations from the mean over seeds, of windows that differ in one token."""
     windows = texts(24, 6, seed=2)
-    values = torch.tensor(
-        [[score.log_prob for score in BOUNDS[name](seed).log_prob(windows)] for seed in range(12)], dtype=torch.float64
-    )  # (S, N)
+    rows = []
+    for seed in range(12):
+        scores = BOUNDS[name](draw_seed=seed).log_prob(windows)
+        rows.append([score.log_prob for score in scores])
+    values = torch.tensor(rows, dtype=torch.float64)  # (S, N)
+
     deviation = values - values.mean(0)
     z = deviation / deviation.std(0)  # (S, N)
     require_independent(z.flatten(), z.roll(1, 1).flatten(), "errors of two windows")
     # within a window, deviations from their mean over S seeds have the correlation -1 / (S - 1)
     require_independent(z[1:].flatten(), z[:-1].flatten(), "errors of two seeds")
-    told = [score.stderr for score in BOUNDS[name](0).log_prob(windows)]
+
+    stderrs = [score.stderr for score in BOUNDS[name](draw_seed=0).log_prob(windows)]
     sums = deviation.sum(1)  # (S,)
-    assert 0.5 < float(sums.std()) / math.hypot(*told) < 1.7, "the error of a sum is the hypot of its windows'"
+    assert 0.5 < float(sums.std()) / math.hypot(*stderrs) < 1.7, "the error of a sum is the hypot of its windows'"
 
 
 def test_shared_and_independent_errors_add_up_as_they_should():
@@ -143,11 +156,13 @@ def test_shared_and_independent_errors_add_up_as_they_should():
     one, two, *_ = texts(3, 6)
     windows = [one, two, one, one]
     scores = duel.log_prob(windows)
-    assert Total.from_scores(windows, scores, "elbo").stderr == pytest.approx(
-        math.hypot(3 * scores[0].stderr, scores[1].stderr)
-    )
-    parts = [Total.from_scores(windows[:2], scores[:2], "elbo"), Total.from_scores(windows[2:], scores[2:], "elbo")]
-    assert Total.from_parts(parts).stderr == pytest.approx(Total.from_scores(windows, scores, "elbo").stderr)
+
+    total = Total.from_scores(windows, scores, "elbo")
+    assert total.stderr == pytest.approx(math.hypot(3 * scores[0].stderr, scores[1].stderr))
+
+    first = Total.from_scores(windows[:2], scores[:2], "elbo")
+    second = Total.from_scores(windows[2:], scores[2:], "elbo")
+    assert Total.from_parts([first, second]).stderr == pytest.approx(total.stderr)
 
 
 @pytest.mark.parametrize("block", [pytest.param(None, marks=pytest.mark.slow), 3])

@@ -34,7 +34,9 @@ def test_a_file_without_kinds_has_those_of_its_spec():
     worth = registry.worth("noised_elbo", {"steps": "48"})
     value = Value.read({"log_prob": -3.0, "stderr": 0.5}, worth)
     assert value == Value(-3.0, 0.5, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps")
-    assert value.is_bound and not value.is_exact and value.is_likelihood
+    assert value.is_bound
+    assert not value.is_exact
+    assert value.is_likelihood
     assert Value.read({"log_prob": None}) is None
 
 
@@ -62,23 +64,29 @@ def test_the_weaker_kind_is_that_of_the_sum():
 
 def test_values_of_shared_seeds_are_summed_seed_by_seed():
     """Two windows whose draws go together: the error of their sum is the sum of their errors, not the hypotenuse."""
-    one, other = Value.from_seeds((-1.0, -2.0, -4.0)), Value.from_seeds((-2.0, -4.0, -8.0))
-    scores = [Score(value.nats, kind=value.kind, stderr=value.error, seeds=value.seeds) for value in (one, other)]
+    one = Value.from_seeds((-1.0, -2.0, -4.0))
+    other = Value.from_seeds((-2.0, -4.0, -8.0))
     windows = [Window((), (1,)), Window((), (2,))]
+    scores = [Score(value.nats, kind=value.kind, stderr=value.error, seeds=value.seeds) for value in (one, other)]
+
     total = Total.from_scores(windows, scores, "duel").value
+
     assert total.seeds == (-3.0, -6.0, -12.0)
     assert total.nats == pytest.approx(-7.0)
     assert total.error == pytest.approx(one.error + other.error)
     assert total.kind is Kind.UPPER_BOUND
-    parts = [Total.from_scores([window], [score], "duel") for window, score in zip(windows, scores, strict=True)]
-    assert Total.from_parts(parts).value == total
+    parts = map(Total.from_score, windows, scores, ["duel", "duel"])
+    assert Total.from_parts([*parts]).value == total
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, pytest.param(40, marks=pytest.mark.slow)])
 def test_intervals_from_few_seeds_cover(count):
     """Of 20,000 means of normal log-probabilities 95 % lie within 1.96 errors for intervals, 0.6 % at most off."""
     drawn = np.random.default_rng(count).normal(-3.0, 2.0, (20_000, count))
-    values = [Value.from_seeds(seeds) for seeds in drawn.tolist()]
-    held = [abs(value.nats + 3.0) < 1.96 * value.interval_error for value in values]
-    assert abs(np.mean(held) - 0.95) < 0.006
-    assert Value(-3.0, 0.5).interval_error == 0.5 and Value(-3.0).interval_error is None
+    values = map(Value.from_seeds, drawn.tolist())
+
+    covered = [abs(value.nats + 3.0) < 1.96 * value.interval_error for value in values]
+
+    assert abs(np.mean(covered) - 0.95) < 0.006
+    assert Value(-3.0, 0.5).interval_error == 0.5
+    assert Value(-3.0).interval_error is None

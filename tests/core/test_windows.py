@@ -1,5 +1,6 @@
 """Windows and the budget of a call; blocks and groups are in test_fuzz.py."""
 
+import itertools
 import random
 
 import pytest
@@ -10,8 +11,6 @@ from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.windows import Window, independent, infilled, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-
-BAD = ((-1, 0), (0, 3), (0, 5))  # no ids, and the mask
 
 
 def test_a_target_is_never_cut():
@@ -25,8 +24,16 @@ def test_a_target_is_never_cut():
 
 @pytest.mark.parametrize(
     ("toy", "wrong"),
-    [
-        *((Toy(), Window(*(part if n == at else (0, 1) for n in range(3)))) for at in range(3) for part in BAD),
+    [  # ids that are none, 5 that is beyond the vocabulary, and 3, the mask
+        (Toy(), Window((-1, 0), (0, 1), (0, 1))),
+        (Toy(), Window((0, 3), (0, 1), (0, 1))),
+        (Toy(), Window((0, 5), (0, 1), (0, 1))),
+        (Toy(), Window((0, 1), (-1, 0), (0, 1))),
+        (Toy(), Window((0, 1), (0, 3), (0, 1))),
+        (Toy(), Window((0, 1), (0, 5), (0, 1))),
+        (Toy(), Window((0, 1), (0, 1), (-1, 0))),
+        (Toy(), Window((0, 1), (0, 1), (0, 3))),
+        (Toy(), Window((0, 1), (0, 1), (0, 5))),
         (Toy(unused=1), Window((), (4, 0))),  # no token; a context may hold it
         (Toy(), Window((), (0,) * 9)),
         (Toy(), Window((), (0, 1, 2), tail=1)),
@@ -44,8 +51,14 @@ def test_a_window_that_a_network_cannot_score_is_named(toy, wrong):
 def test_windows_that_differ_in_any_part_have_their_own_random_numbers():
     parts = {"context": (1,), "target": (2, 3, 4), "suffix": (5,), "tail": 1, "known": ()}
     others = {"context": (2,), "target": (2, 3, 5), "suffix": (6,), "tail": 2, "known": (1,)}
-    windows = [Window(**parts), *(Window(**parts | {name: other}) for name, other in others.items())]
-    assert len({window.key for window in windows}) == len(windows) == len(set(windows))
+
+    windows = {Window(**parts)}
+    for name, other in others.items():
+        windows.add(Window(**parts | {name: other}))
+
+    assert len(windows) == 6
+    keys = {window.key for window in windows}
+    assert len(keys) == 6
 
 
 def test_budget_holds_both_limits():
@@ -59,16 +72,22 @@ def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most():
     def tokens(**arguments):
         return DuelEstimator(Toy(length=8), "greedy", 4, **arguments).budget.tokens
 
-    assert (tokens(), tokens(batch_size=2), tokens(max_batch_size=9)) == (2048, 16, 72)
+    assert tokens() == 2048
+    assert tokens(batch_size=2) == 16
+    assert tokens(max_batch_size=9) == 72
     assert tokens(batch_size=9, max_batch_size=3) == 24
 
 
 def test_rolling_windows_are_those_of_lm_eval():
     chance = random.Random(0)
     for _ in range(50):
-        ids = [chance.randrange(90) for _ in range(chance.randrange(40))]
+        length = chance.randrange(40)
+        ids = [chance.randrange(90) for _ in range(length)]
         capacity = chance.randint(1, 12)
-        theirs = map(make_disjoint_window, get_rolling_token_windows(ids, 99, capacity, context_len=1))
+
         windows = rolling(ids, 99, capacity, (98,))
-        assert windows == [Window(context, target, (98,)) for context, target in theirs]
-        assert [token for window in windows for token in window.target] == ids
+
+        of_lm_eval = map(make_disjoint_window, get_rolling_token_windows(ids, 99, capacity, context_len=1))
+        assert windows == [Window(context, target, (98,)) for context, target in of_lm_eval]
+        targets = itertools.chain(*(window.target for window in windows))
+        assert [*targets] == ids

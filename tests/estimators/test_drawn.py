@@ -35,7 +35,8 @@ def log_probs(estimator, windows):
 def every(estimator, length):
     """The probability of every text of a length."""
     texts = strings(3, length)
-    return dict(zip(texts, map(math.exp, log_probs(estimator, [Window((), text) for text in texts])), strict=True))
+    scores = estimator.log_prob([Window((), text) for text in texts])
+    return {text: math.exp(score.log_prob) for text, score in zip(texts, scores, strict=True)}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -50,15 +51,21 @@ def test_sums_to_one_with_grids_tails_and_caches(sampler):
 def test_a_draw_is_judged_without_the_temperature():
     toy = Toy(length=8, tokens=6)
     x = [0, 2, 1, 5, 4]
+
+    def tempered(z):
+        return logits_of(toy, z[None])[0] / 3
+
+    [score] = SampledConfidence(warped(toy, 3), 5).log_prob([Window((), x)])
+
     select = samplers.best_drawn(x, count=lambda *_: 1, scale=3)
-    wanted = samplers.over_selections(x, [range(5)], lambda z: logits_of(toy, z[None])[0] / 3, toy.mask_id, select)
-    assert log_probs(SampledConfidence(warped(toy, 3), 5), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
+    expected = samplers.over_selections(x, [range(5)], tempered, toy.mask_id, select)
+    assert score.log_prob == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
-    assert total(
-        SampledConfidence(warped(Toy(), 0.7, top_k=2), 2, ConfidenceArguments(confidence="tempered")), 3
-    ) == pytest.approx(1)
+    truncated = warped(Toy(), 0.7, top_k=2)
+    estimator = SampledConfidence(truncated, 2, ConfidenceArguments(confidence="tempered"))
+    assert total(estimator, 3) == pytest.approx(1)
 
 
 # ---------------------------------------------------------------- special cases
@@ -67,9 +74,12 @@ def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
 def test_a_random_position_at_each_step_is_the_mixture():
     windows = [Window((1,), (0, 2, 1, 1, 2)), Window((2, 1), (1,), (0,))]
     mixture = log_probs(Lattice(WARM, 3, estimator="mixture"), windows)
-    assert log_probs(SampledOrder(WARM, 3, OrderArguments("random", 9)), windows) == pytest.approx(mixture, abs=1e-12)
-    near = log_probs(SampledOrder(WARM, 3, OrderArguments("origin", 1000)), windows[:1])  # hardly ever two at a step
-    assert near == pytest.approx(mixture[:1], abs=1e-2)
+
+    one_a_step = SampledOrder(WARM, 3, OrderArguments("random", 9))
+    assert log_probs(one_a_step, windows) == pytest.approx(mixture, abs=1e-12)
+
+    hardly_ever_two_a_step = SampledOrder(WARM, 3, OrderArguments("origin", 1000))
+    assert log_probs(hardly_ever_two_a_step, windows[:1]) == pytest.approx(mixture[:1], abs=1e-2)
 
 
 # ---------------------------------------------------------------- samples
@@ -80,19 +90,29 @@ def test_samples_have_the_log_probability_of_their_text_and_argmax_writes_what_i
     """Laws 2, 3 and 8."""
     estimator = SAMPLERS[sampler](WARM, 3)
     contexts = [(1,), (), (2, 0)] * 3
-    drawn = estimator.sample(contexts, 4, seed=7, suffixes=[(1,)] * len(contexts))
+
+    samples = estimator.sample(contexts, 4, seed=7, suffixes=[(1,)] * len(contexts))
+
     assert estimator.counts.windows == 9
-    scored = estimator.log_prob([Window(c, d.tokens, (1,)) for c, d in zip(contexts, drawn, strict=True)])
-    for sample, score in zip(drawn, scored, strict=True):
-        assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-12) and sample.is_greedy == score.is_greedy
-        assert sample.token_logprobs == () and len(sample.reveal_steps) == 4
+    for context, sample in zip(contexts, samples, strict=True):
+        [score] = estimator.log_prob([Window(context, sample.tokens, (1,))])
+        assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-12)
+        assert sample.is_greedy == score.is_greedy
+        assert sample.token_logprobs == ()
+        assert len(sample.reveal_steps) == 4
+
     [(_, unscored)] = estimator.stream_samples([(1,)], 4, seed=7, suffixes=[(1,)], scored=False)
-    assert unscored.tokens == drawn[0].tokens and math.isnan(unscored.log_prob)
-    few = SAMPLERS[sampler](WARM, 3, batch_size=1).sample(contexts[:3], 4, seed=7, suffixes=[(1,)] * 3)
-    assert [s.tokens for s in few] == [s.tokens for s in drawn[:3]]
+    assert unscored.tokens == samples[0].tokens
+    assert math.isnan(unscored.log_prob)
+
+    alone = SAMPLERS[sampler](WARM, 3, batch_size=1).sample(contexts[:3], 4, seed=7, suffixes=[(1,)] * 3)
+    assert [sample.tokens for sample in alone] == [sample.tokens for sample in samples[:3]]
+
     [decoded] = estimator.sample([(1,)], 4, do_sample=False)
-    scored = estimator.log_prob([Window((1,), text) for text in strings(3, 4)])
-    assert [score.is_greedy for score in scored] == [text == decoded.tokens for text in strings(3, 4)]
+    texts = strings(3, 4)
+    scores = estimator.log_prob([Window((1,), text) for text in texts])
+    for text, score in zip(texts, scores, strict=True):
+        assert score.is_greedy == (text == decoded.tokens)
 
 
 def test_samples_follow_the_distribution():
@@ -102,7 +122,8 @@ def test_samples_follow_the_distribution():
     assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
 
 
-SHARP, OF_TWO = Toy(length=8, seed=3, scale=1.0), BlockCausal(block=2, length=8, seed=3)
+SHARP = Toy(length=8, seed=3, scale=1.0)
+OF_TWO = BlockCausal(block=2, length=8, seed=3)
 KEEP = partial(ConfidenceArguments, confidence="tempered")
 LOOPS = {  # the loop's own arguments, temperature, and those of the estimator
     "llada, one a step": (llada, (4, 4, 4), 1.0, ConfidenceArguments()),
@@ -125,13 +146,18 @@ def test_the_authors_loop_has_this_distribution(name):
     """And not another one that is near."""
     loop, loop_arguments, temperature, arguments = LOOPS[name]
     toy = OF_TWO if loop is sdar else SHARP
-    generator = torch.Generator().manual_seed(1)
-    more = {"generator": generator, **({"remasking": "random"} if name == "llada, random" else {})}
+    block = 2 if loop is sdar else 4
+    more = {}
+    if name == "llada, random":
+        more["remasking"] = "random"
     if loop is dream:
         more["alg_temp"] = getattr(arguments, "alg_temp", None)
-    texts = loop(toy, 3_000, *loop_arguments, temperature=temperature, **more)
+    generator = torch.Generator().manual_seed(1)
+
+    texts = loop(toy, 3_000, *loop_arguments, temperature=temperature, generator=generator, **more)
+
     kind = SampledOrder if isinstance(arguments, OrderArguments) else SampledConfidence
-    estimator = kind(warped(toy, temperature), 2 if loop is sdar else 4, arguments)
+    estimator = kind(warped(toy, temperature), block, arguments)
     assert p_value(texts, every(estimator, 4)) > 1e-4
-    control = SampledOrder(toy, 2 if loop is sdar else 4, OrderArguments("random", 1))
+    control = SampledOrder(toy, block, OrderArguments("random", 1))
     assert p_value(texts, every(control, 4)) < 1e-9

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import re
+import statistics
 from pathlib import Path
 
 import golden
@@ -34,7 +35,8 @@ def rows_by_hand(documents, length, framed, insert_eos, remainder):
     rows = []
     row = []
     for count, document in enumerate(documents, 1):
-        for token in [*document, *([E] if insert_eos else [])]:
+        tokens = [*document, E] if insert_eos else document
+        for token in tokens:
             row.append(token)
             if len(row) == size:
                 rows.append(row)
@@ -49,11 +51,15 @@ def rows_by_hand(documents, length, framed, insert_eos, remainder):
 @pytest.mark.parametrize("count", [0, 1, 1000, 1001, 2000])
 def test_rows_are_cut_token_by_token(count):
     draw = random.Random(count)
-    documents = [[draw.randrange(90) for _ in range(draw.randrange(3))] for _ in range(count)]
+    documents = []
+    for _ in range(count):
+        size = draw.randrange(3)
+        documents.append([draw.randrange(90) for _ in range(size)])
+
     options = itertools.product((3, 7), (True, False), (True, False), ("keep", "drop", "official"))
     for length, framed, insert_eos, remainder in options:
-        made = Wrapping(length, B, E, framed, insert_eos, remainder)
-        assert list(made.rows(documents)) == rows_by_hand(documents, length, framed, insert_eos, remainder)
+        wrapping = Wrapping(length, B, E, framed, insert_eos, remainder)
+        assert list(wrapping.rows(documents)) == rows_by_hand(documents, length, framed, insert_eos, remainder)
 
 
 def test_the_shortest_rows():
@@ -65,9 +71,8 @@ def test_the_shortest_rows():
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
 def test_lists_of_a_size(count):
-    found = list(metadata.batched(range(count), 4))
-    assert [*itertools.chain(*found)] == list(range(count))
-    assert [len(batch) for batch in found] == [4] * (count // 4) + [count % 4] * bool(count % 4)
+    expected = [list(range(start, min(start + 4, count))) for start in range(0, count, 4)]
+    assert [list(batch) for batch in metadata.batched(range(count), 4)] == expected
 
 
 # ---------------------------------------------------------------- metrics
@@ -75,28 +80,34 @@ def test_lists_of_a_size(count):
 
 def test_calibration_is_that_of_a_loop_over_bins():
     """Confidences at the borders of bins, in the middle of them, and at 1; right and wrong ones."""
-    items = []
+    items = []  # a confidence, and whether the answer is right
+    bins = [[] for _ in range(10)]
     for tenth in range(11):
+        confidence = tenth / 10 if tenth in (0, 5, 10) else tenth / 10 + 0.03
         for right in (0.0, 1.0, 1.0):
-            items.append((tenth / 10 if tenth in (0, 5, 10) else tenth / 10 + 0.03, right))
+            items.append((confidence, right))
+            bins[min(tenth, 9)].append((confidence, right))
+
     expected = 0.0
-    for n in range(10):
-        members = [(top, right) for top, right in items if (n <= top * 10 < n + 1) or (n == 9 and top == 1.0)]
-        if members:
-            accuracy = sum(right for _, right in members) / len(members)
-            confidence = sum(top for top, _ in members) / len(members)
-            expected += len(members) / len(items) * abs(accuracy - confidence)
+    for members in bins:
+        confidences, rights = zip(*members, strict=True)
+        accuracy = statistics.mean(rights)
+        expected += len(members) / len(items) * abs(accuracy - statistics.mean(confidences))
     assert infilling.expected_calibration_error(items) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("label", [0, 1, 2, 3])
 def test_the_score_of_a_choice(label):
     """Of equal options the first is taken; one that is impossible has probability 0."""
-    found = infilling.calibration([-800.0, -800.0, -math.inf, -801.0], label)
+    scores = infilling.calibration([-800.0, -800.0, -math.inf, -801.0], label)
+
     weights = [1.0, 1.0, 0.0, math.exp(-1.0)]
-    probabilities = [weight / sum(weights) for weight in weights]
-    assert found["brier"] == pytest.approx(sum((p - (n == label)) ** 2 for n, p in enumerate(probabilities)))
-    assert found["ece"] == (pytest.approx(probabilities[0]), float(label == 0))
+    brier = 0.0
+    for n, weight in enumerate(weights):
+        right = 1.0 if n == label else 0.0
+        brier += (weight / sum(weights) - right) ** 2
+    assert scores["brier"] == pytest.approx(brier)
+    assert scores["ece"] == (pytest.approx(1.0 / sum(weights)), float(label == 0))
 
 
 @pytest.mark.parametrize(
@@ -105,11 +116,19 @@ def test_the_score_of_a_choice(label):
 )
 def test_units_of_a_document(text, words, size):
     """White space at an end of a text adds an empty word, as the harness counts them."""
-    found = data.perplexity({"text": text, data.TOKENS: 5}, [-3.0])
-    units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size, "token_perplexity": 5}
-    assert found == {metric: (-3.0, count) for metric, count in units.items()}
-    before = data.perplexity({"text": "x", data.TOKENS: 5, "words": 7, "bytes": 9}, [-3.0])
-    assert before["word_perplexity"] == (-3.0, 7) and before["bits_per_byte"] == before["byte_perplexity"] == (-3.0, 9)
+    metrics = data.perplexity({"text": text, data.TOKENS: 5}, [-3.0])
+    assert metrics == {
+        "word_perplexity": (-3.0, words),
+        "byte_perplexity": (-3.0, size),
+        "bits_per_byte": (-3.0, size),
+        "token_perplexity": (-3.0, 5),
+    }
+
+    of_text_before = data.perplexity({"text": "x", data.TOKENS: 5, "words": 7, "bytes": 9}, [-3.0])
+    assert of_text_before["word_perplexity"] == (-3.0, 7)
+    assert of_text_before["byte_perplexity"] == (-3.0, 9)
+    assert of_text_before["bits_per_byte"] == (-3.0, 9)
+
     assert data.token_perplexity({data.TOKENS: 5}, [-3.0]) == {"token_perplexity": (-3.0, 5)}
 
 
@@ -173,11 +192,11 @@ def test_what_is_read_and_what_is_wrong_with_the_rest(tmp_path, monkeypatch):
         write(tmp_path, name, content)
         for each_line in (False, True):
             try:
-                found = [f"{document.name} {document.text!r}" for document in files.texts([name], lines=each_line)]
+                read = [f"{document.name} {document.text!r}" for document in files.texts([name], lines=each_line)]
             except DuelError as error:
                 named = re.findall(r"'[^']*'|\S*\d\S*|\w+\.\w+", str(error))
-                found = [type(error).__name__, *named]
-            lines.append(f"{name} lines={each_line}: {found}")
+                read = [type(error).__name__, *named]
+            lines.append(f"{name} lines={each_line}: {read}")
             if not name.endswith((".txt", ".md")):
                 break
     golden.check(GOLDEN / "files.txt", "\n".join(lines) + "\n")
@@ -207,10 +226,10 @@ def test_rows_of_gaps_and_choices():
     for row in INFILLED:
         read = infilling._choice if "options" in row else infilling._gap
         try:
-            found = read("rows.jsonl:7", row)
+            result = read("rows.jsonl:7", row)
         except DuelError as error:
-            found = ["DuelError", *re.findall(r"'[^']*'|\d+", str(error))]
-        lines.append(f"{json.dumps(row)} -> {found}")
+            result = ["DuelError", *re.findall(r"'[^']*'|\d+", str(error))]
+        lines.append(f"{json.dumps(row)} -> {result}")
     golden.check(GOLDEN / "infilled.txt", "\n".join(lines) + "\n")
 
 
@@ -230,11 +249,13 @@ def test_a_copy_has_all_rows_and_no_more_unless_the_end_is_taken(tmp_path, monke
     whole = corpora.Corpus(repo="o/r", file="f.jsonl", rows=3, size=3)
     end = dataclasses.replace(whole, last=True, size=None)
     monkeypatch.setattr(corpora, "CORPORA", {"whole": whole, "end": end, "ptb": whole})
-    for name in ("whole", "end"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(count)))
     texts = [str(n) for n in range(count)]
-    for name, may in (("whole", count == 3), ("end", count >= 3)):
-        if may:
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "whole.jsonl").write_text("".join(lines))
+    (tmp_path / "end.jsonl").write_text("".join(lines))
+
+    for name, fits in (("whole", count == 3), ("end", count >= 3)):
+        if fits:
             assert corpora.texts(name, str(tmp_path)) == texts[-3:]
         else:
             with pytest.raises(DuelError, match=f"has {count} rows, but {name} has 3.*rows={count}"):
@@ -242,6 +263,7 @@ def test_a_copy_has_all_rows_and_no_more_unless_the_end_is_taken(tmp_path, monke
         assert corpora.texts(name, str(tmp_path), rows=count) == texts
         with pytest.raises(DuelError):
             corpora.texts(name, str(tmp_path), rows=count + 1)
+
     monkeypatch.setitem(corpora.CORPORA, "whole", dataclasses.replace(whole, rows=count, size=count + 1))
     with pytest.raises(DuelError, match=f"has {count} bytes.*{count + 1}"):
         corpora.texts("whole", str(tmp_path))
@@ -269,5 +291,6 @@ def test_the_bundled_texts(caplog):
         records = data.bundled(name)["test"]
         size = sum(len(json.dumps(record, sort_keys=True)) for record in records)
         lines.append(f"{name}: {len(records)} rows of {sorted(records.column_names)}, {size} characters")
-    assert lines[0].startswith("sotu.jsonl: 36 ") and lines[2].startswith("sotu_choice.jsonl: 40 ")
+    assert lines[0].startswith("sotu.jsonl: 36 ")
+    assert lines[2].startswith("sotu_choice.jsonl: 40 ")
     golden.check(GOLDEN / "bundled.txt", "\n".join(lines) + "\n")
