@@ -63,11 +63,14 @@ def test_a_drawn_text_is_kept_under_its_seed_and_a_decoded_one_is_not(folder, tm
         settings = {"max_gen_toks": 6, "do_sample": temperature > 0, "temperature": temperature}
         return lm.generate_until(ask("generate_until", ("a b", settings), ("c", settings)))
 
-    drawn = [texts(seed, 1.0, cache=False) for seed in (0, 1, 2)]
-    assert len({tuple(each) for each in drawn}) > 1
-    assert [texts(seed, 1.0, cache=True) for seed in (0, 1, 2, 0)] == [*drawn, drawn[0]]
+    drawn = {seed: texts(seed, 1.0, cache=False) for seed in (0, 1, 2)}
+    assert drawn[1] != drawn[0] or drawn[2] != drawn[0]
+    for seed in (0, 1, 2, 0):
+        assert texts(seed, 1.0, cache=True) == drawn[seed]
+
     decoded = texts(0, 0.0, cache=False)
-    assert [texts(seed, 0.0, cache=True) for seed in (0, 1)] == [decoded, decoded]
+    for seed in (0, 1):
+        assert texts(seed, 0.0, cache=True) == decoded
 
 
 def test_a_cached_answer_is_that_of_its_own_request(folder, tmp_path):
@@ -81,23 +84,32 @@ def test_a_cached_answer_is_that_of_its_own_request(folder, tmp_path):
     ]
     scored = ask(
         "loglikelihood",
-        *[("a", Gap("b the of")), ("a", Gap("b the of", "c")), ("a", Gap("b the of", "and"))],  # what follows a gap
-        *[("a", Residues("bac", "c", known)) for known in ((), (0,), (0, 1))],
-        *[("c", Gap("b the of")), ("a", Gap("b the and"))],
+        ("a", Gap("b the of")),
+        ("a", Gap("b the of", "c")),  # what follows a gap
+        ("a", Gap("b the of", "and")),
+        ("a", Residues("bac", "c", ())),
+        ("a", Residues("bac", "c", (0,))),
+        ("a", Residues("bac", "c", (0, 1))),
+        ("c", Gap("b the of")),
+        ("a", Gap("b the and")),
     )
 
     def answers(lm):
-        return [*lm.generate_until(generated), *(log_prob for log_prob, _ in lm.loglikelihood(scored))]
+        """The six texts, and the log-probabilities of the eight others."""
+        texts = lm.generate_until(generated)
+        return texts, [log_prob for log_prob, _ in lm.loglikelihood(scored)]
 
     arguments = {"rule": "greedy", "block": 4}
-    expected = answers(model(folder, **arguments))
-    assert len(set(expected[:6])) > 3, "the parts change the texts that are drawn"
-    assert len({round(log_prob, 3) for log_prob in expected[6:]}) == 8
+    texts, log_probs = answers(model(folder, **arguments))
+    assert len(set(texts)) > 3, "the parts change the texts that are drawn"
+    different = {round(log_prob, 3) for log_prob in log_probs}
+    assert len(different) == 8
+
     for _ in range(2):
         lm = model(folder, **arguments)
-        found = answers(cached(lm, tmp_path))
-        assert found[:6] == expected[:6]
-        assert found[6:] == pytest.approx(expected[6:], abs=1e-4)
+        texts_from_cache, log_probs_from_cache = answers(cached(lm, tmp_path))
+        assert texts_from_cache == texts
+        assert log_probs_from_cache == pytest.approx(log_probs, abs=1e-4)
     assert lm.get_model_info()["duel"]["forwards"] == 0, "the second time all of them stand in the file"
 
 
@@ -149,16 +161,21 @@ def test_code_and_files_of_a_rule_count_whatever_is_around_it(around, folder, tm
     name = f"nearly_{len(around)}_{'_'.join(around) or 'alone'}"
     file = tmp_path / f"{name}.py"
     file.write_text(RULE)
-    found = []
-    for sign in ("+1", "-1", "+1"):
+
+    def fingerprints(sign):
+        """Those of what is scored and of what is generated, by a rule with +1 or -1 in its code."""
         rewrite(file, RULE.replace("+1", sign).encode())
         sys.modules.pop(name, None)
         importlib.invalidate_caches()
         sys.path_importer_cache.clear()
         lm = model(folder, rule=f"{name}:Nearly", block=4, **around)
-        found.append((lm.fingerprint, fingerprint.digest(lm.generation_spec)))
-    assert found[0] == found[2]
-    assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
+        return lm.fingerprint, fingerprint.digest(lm.generation_spec)
+
+    scored, generated = fingerprints("+1")
+    other_scored, other_generated = fingerprints("-1")
+    assert scored != other_scored
+    assert generated != other_generated
+    assert fingerprints("+1") == (scored, generated)
 
 
 @pytest.mark.parametrize("around", [wrappers.SeedFirst, lambda rule: wrappers.SubBlock(rule, 2)])
@@ -169,6 +186,6 @@ def test_the_weights_of_a_rule_count_whatever_is_around_it(around, tmp_path):
         save_file({"weight": torch.full((1, 6, 6), value)}, file)
         os.utime(file, ns=(1, 1))
         rule = rules.parse(f"custom_rules:Looks:file={file}")
-        for each in (rule, around(rule)):
-            digests.append(fingerprint.digest(each.describe()))
+        digests.append(fingerprint.digest(rule.describe()))
+        digests.append(fingerprint.digest(around(rule).describe()))
     assert len(set(digests)) == 4

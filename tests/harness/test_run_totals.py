@@ -14,9 +14,8 @@ WINDOWS = [Window((), (1,) * (n + 1)) for n in range(3)]
 def test_scores_of_a_document_are_in_the_order_of_its_windows():
     documents = [WINDOWS, [], WINDOWS[1:]]
     scores = {window: Score(-len(window.target)) for window in WINDOWS}
-    expected = {}
-    for n, windows in enumerate(documents):
-        expected[n] = [scores[window] for window in windows]
+    first, second, third = scores.values()
+    expected = {0: [first, second, third], 1: [], 2: [second, third]}
 
     def backwards(windows):
         for n in reversed(range(len(windows))):
@@ -43,7 +42,8 @@ def test_a_sum_over_windows_has_no_values_of_single_blocks():
 
 def test_an_infinite_sum_has_no_error_over_windows():
     total = Total.from_scores(WINDOWS[:2], [Score(-1.0), Score(-math.inf)], "duel")
-    assert total.log_prob == -math.inf and total.window_stderr is None
+    assert total.log_prob == -math.inf
+    assert total.window_stderr is None
 
 
 def test_drawn_blocks_of_copies_count_once():
@@ -54,7 +54,10 @@ def test_drawn_blocks_of_copies_count_once():
         return Total.from_scores(windows, [Score(-3.0, blocks=blocks)] * len(windows), "two_phase")
 
     windows = [Window((), (n, 1)) for n in range(8)]
+    assert total(windows).stderr == pytest.approx(0.1 * 8**0.5)
+
     copies = total(windows[:1] * 8)
     copies.merge(total(windows[:1]))
-    assert copies.stderr is None and copies.blocks.drawn == 1 and copies.blocks.sampled == 9
-    assert total(windows).stderr == pytest.approx(0.1 * 8**0.5)
+    assert copies.stderr is None
+    assert copies.blocks.drawn == 1
+    assert copies.blocks.sampled == 9

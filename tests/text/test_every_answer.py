@@ -98,9 +98,8 @@ def test_windows_at_the_length_of_a_row():
     for bos, kind, framed in cases:
         each = encoder(bos, kind=kind, framed=framed)
         name = f"{bos} {kind.__name__} {'with' if framed else 'without'} special tokens"
-        lines.append(
-            f"{name}: {each.prefix} {each.suffix}, start {each.start}, end {each.end}, {each.capacity} positions"
-        )
+        ends = f"start {each.start}, end {each.end}"
+        lines.append(f"{name}: {each.prefix} {each.suffix}, {ends}, {each.capacity} positions")
         for context, target in ((0, 0), (0, 1), (1, 2), (2, 4), (3, 4), (4, 4), (0, 6), (0, 7), (0, 8), (0, 9)):
             before = encoder(bos, kind=kind, framed=framed)
             found = answer(before.continuation, [5] * context, [6] * target, [7])
@@ -126,13 +125,30 @@ def test_what_the_spec_says_of_texts():
 
 def test_answers_are_kept_under_all_that_defines_them():
     """Each differs from the first in one part."""
-    rows = [((1, 2, 3), (1, 1), ("t", "f")), ((1, 2, 4), (1, 1), ("t", "f")), ((1, 2, 3), (1, 0), ("t", "f"))]
-    rows += [((1, 2, 3), (1, 1), ("u", "f")), ((1, 2, 3), (1, 1), ("t", "g"))]
-    assert len({TokenText("a", *row).digest for row in rows}) == len(rows)
-    gaps = [Gap("a"), Gap("a", "b"), Gap("a", "c"), Residues("a"), Residues("a", "b"), Residues("a", "b", (1,))]
-    gaps += [Residues("a", "b", (0,)), Residues("a", "b", (0, 1))]
-    digests = [gap.digest for gap in gaps]
-    assert len({*digests}) == len(gaps) and {len(digest) for digest in digests} == {16}
+    rows = [
+        TokenText("a", (1, 2, 3), (1, 1), ("t", "f")),
+        TokenText("a", (1, 2, 4), (1, 1), ("t", "f")),
+        TokenText("a", (1, 2, 3), (1, 0), ("t", "f")),
+        TokenText("a", (1, 2, 3), (1, 1), ("u", "f")),
+        TokenText("a", (1, 2, 3), (1, 1), ("t", "g")),
+    ]
+    digests_of_rows = {row.digest for row in rows}
+    assert len(digests_of_rows) == len(rows)
+
+    gaps = [
+        Gap("a"),
+        Gap("a", "b"),
+        Gap("a", "c"),
+        Residues("a"),
+        Residues("a", "b"),
+        Residues("a", "b", (1,)),
+        Residues("a", "b", (0,)),
+        Residues("a", "b", (0, 1)),
+    ]
+    digests_of_gaps = {gap.digest for gap in gaps}
+    assert len(digests_of_gaps) == len(gaps)
+    for digest in digests_of_gaps:
+        assert len(digest) == 16
 
 
 def test_an_end_of_text_is_no_unknown_token():
@@ -148,20 +164,23 @@ def test_an_end_of_text_is_no_unknown_token():
 def test_windows_of_whole_texts():
     """And which number of tokens a task may have counted."""
     lines = []
-    cases = [("independent", bos) for bos in BOS] + [("harness", "auto"), ("harness", "none")]
-    for scheme, bos in cases:
+    for scheme, bos in [*itertools.product(["independent"], BOS), ("harness", "auto"), ("harness", "none")]:
         each = encoder(bos, scheme)
         for count in (0, 1, 5, 6, 7, 8, 9, 13):
-            found = answer(each.windows, "f" * count)
-            counted = [
-                n for n in range(count - 2, count + 3) if not isinstance(answer(each.windows, "f" * count, n), str)
-            ]
-            lines.append(f"{scheme} {bos}, {count} tokens: {shown(found)}, counted {counted}")
-    cases = [(bos, "", size) for bos in BOS for size in (2, 3, 8, 9)]
-    for bos, row_bos, size in [*cases, ("given", "given", 3), ("given", "scored", 3)]:
+            text = "f" * count
+            accepted = []  # numbers of tokens that a task may have counted
+            for n in range(count - 2, count + 3):
+                if not isinstance(answer(each.windows, text, n), str):
+                    accepted.append(n)
+            windows = shown(answer(each.windows, text))
+            lines.append(f"{scheme} {bos}, {count} tokens: {windows}, counted {accepted}")
+
+    rows = itertools.product(BOS, [""], (2, 3, 8, 9))
+    for bos, row_bos, size in [*rows, ("given", "given", 3), ("given", "scored", 3)]:
         each = encoder(bos)
         row = TokenText("f", [2, *[10] * (size - 2), 3], (1, 1), ("t", each.fingerprint), row_bos)
         lines.append(f"row {bos} {row_bos!r}, {size} ids: {shown(answer(each.row, row))}")
+
     for text in ("a[MASK]b", "[MASK][MASK]"):
         lines.append(f"{text}: {answer(encoder().windows, text)}")
     check("whole", lines)
@@ -231,11 +250,10 @@ def test_settings_of_generation():
         lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
     assert Settings().length == 256
     for name in OTHERS:
-        accepted = [
-            value
-            for value in (None, 0, 1, 2, True, False)
-            if isinstance(answer(Settings.from_arguments, {name: value}), Settings)
-        ]
+        accepted = []
+        for value in (None, 0, 1, 2, True, False):
+            if isinstance(answer(Settings.from_arguments, {name: value}), Settings):
+                accepted.append(value)
         lines.append(f"{name} may be {accepted}")
     check("settings", lines)
 
@@ -246,10 +264,13 @@ def test_texts_are_drawn_above_temperature_0_and_decoded_at_it():
     for temperature, do_sample in ((0.0, False), (1.0, True)):
         generator = Generator(duel, text, Settings(length=4, temperature=temperature), seed=2)
         prompts = [generator.prompt("a"), generator.prompt("b", "g")]
-        found = {n: (window, sample) for n, _, window, sample in generator.stream(prompts, [5, 6])}
+
+        generated = list(generator.stream(prompts, [5, 6]))
+
         samples = duel.sample([(2, 5), (2, 6)], 4, suffixes=[(3,), (11, 3)], do_sample=do_sample, seed=2, keys=[5, 6])
-        for n, (window, sample) in found.items():
-            assert sample.tokens == samples[n].tokens[: len(sample.tokens)] and window.target == sample.tokens
+        for n, _, window, sample in generated:
+            assert window.target == sample.tokens
+            assert sample.tokens == samples[n].tokens[: len(sample.tokens)]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +299,8 @@ def test_samples_stop_after_the_block_with_the_end():
     """Tokens, steps, calls and what stays masked, with a stop after none, one, and each block."""
     lines = []
     duel = DuelEstimator(network(), "greedy:k=2", 3)
-    cases = [(0, 0, None), (0, 2, None), (1, 0, 1), (3, 2, 1), (6, 1, 3), *((7, 0, stop) for stop in (None, 1, 3, 5))]
+    cases = [(0, 0, None), (0, 2, None), (1, 0, 1), (3, 2, 1), (6, 1, 3)]
+    cases += [(7, 0, None), (7, 0, 1), (7, 0, 3), (7, 0, 5)]
     for length, tail, stop in cases:
         asked = []
 

@@ -26,43 +26,45 @@ def duel():
 @pytest.mark.parametrize(("context", "text", "suffix", "scored", "bits"), BORDERS)
 def test_bits_per_byte_are_those_of_the_text_that_was_scored(duel, context, text, suffix, scored, bits):
     [score] = duel.score([text], contexts=[context], suffixes=[suffix])
-    assert score.text == text and score.scored == scored
+    assert score.text == text
+    assert score.scored == scored
     assert score.bits_per_byte == pytest.approx(bits, abs=1e-4)
     assert score.bits_per_byte == pytest.approx(-score.log_prob / math.log(2) / score.units.bytes)
 
 
 def test_equal_windows_have_equal_bits_per_byte(duel):
     """Wherever the white space of a border is written."""
-    scores = []
-    for context, text, suffix in (
-        ("We the", " people", " of the"),
-        ("We the ", "people", " of the"),
-        ("We the", " people ", "of the"),
-    ):
-        scores += duel.score([text], contexts=[context], suffixes=[suffix])
-    assert len({score.windows for score in scores}) == 1
-    assert len({score.scored for score in scores}) == 1
-    assert [score.units for score in scores] == [(1, len(" people"))] * 3
+    [expected] = duel.score([" people"], contexts=["We the"], suffixes=[" of the"])
+    assert expected.units == (1, len(" people"))
+
+    for context, text, suffix in (("We the ", "people", " of the"), ("We the", " people ", "of the")):
+        [score] = duel.score([text], contexts=[context], suffixes=[suffix])
+        assert score.windows == expected.windows
+        assert score.scored == expected.scored
+        assert score.units == expected.units
 
 
 def test_an_infilling_task_and_the_library_divide_by_the_same_units(duel):
     for context, text, suffix, _, _ in BORDERS:
         [score] = duel.score([text], contexts=[context], suffixes=[suffix])
         doc = {"prefix": context, "target": text, "suffix": suffix}
-        found = target_perplexity(doc, [(score.log_prob, False)])
-        assert found["word_perplexity"] == (score.log_prob, score.units.words)
-        assert found["bits_per_byte"] == (score.log_prob, score.units.bytes)
+        metrics = target_perplexity(doc, [(score.log_prob, False)])
+        assert metrics["word_perplexity"] == (score.log_prob, score.units.words)
+        assert metrics["bits_per_byte"] == (score.log_prob, score.units.bytes)
 
 
 def test_a_comparison_divides_by_the_same_units(duel):
     scores = []
     for context, text, suffix, _, _ in BORDERS:
         scores += duel.score([text], contexts=[context], suffixes=[suffix])
-    for unit in ("word", "byte"):
-        pair = compare(scores, scores, unit=unit)
-        size = sum(getattr(score.units, f"{unit}s") for score in scores)
-        nats = -sum(score.log_prob for score in scores)
-        assert pair.perplexities[0] == pytest.approx(math.exp(nats / size))
+    nats = -math.fsum(score.log_prob for score in scores)
+    words, size = map(sum, zip(*(score.units for score in scores), strict=True))
+
+    by_word, _ = compare(scores, scores, unit="word").perplexities
+    by_byte, _ = compare(scores, scores, unit="byte").perplexities
+
+    assert by_word == pytest.approx(math.exp(nats / words))
+    assert by_byte == pytest.approx(math.exp(nats / size))
 
 
 def test_borders_give_back_every_character():
