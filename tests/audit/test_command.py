@@ -29,12 +29,22 @@ def command(folder, texts, *more, args="rule=greedy,block=4"):
     return ["--model_args", f"pretrained={folder},{args}", "--tasks", texts, "--device", "cpu", *more]
 
 
+def exit_code(*arguments):
+    """That of a command which ends the program."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
 def test_options_before_different_texts(folder, tmp_path, capsys):
     """Their windows differ in the suffix alone."""
-    rows = [{"prefix": "m b", "options": [" c d", " e f"], "label": 0, "suffix": suffix} for suffix in (" g h", " i j")]
+    question = {"prefix": "m b", "options": [" c d", " e f"], "label": 0}
+    rows = [{**question, "suffix": suffix} for suffix in (" g h", " i j")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = ["--metadata", f"files={tmp_path}/rows.jsonl", "--no_own_code"]
+
     audit.main(command(folder, "duel_choice", *files))
+
     out = capsys.readouterr().out
     assert "PASS: 4 windows, 8 tokens. Compared: 4 windows with the reference" in out
     assert "Not compared: the network (--no_own_code), acc, acc_norm, brier, ece of duel_choice." in out
@@ -44,27 +54,31 @@ def test_options_before_different_texts(folder, tmp_path, capsys):
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
     log_prob = predictions.Predictions.log_prob
     monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code")])
-    assert ended.value.code == 1 and capsys.readouterr().out.count("DIFFERS") == 2
+
+    assert exit_code("audit", *command(folder, texts, "--no_own_code")) == 1
+    assert capsys.readouterr().out.count("DIFFERS") == 2
 
 
 def test_all_three_parts(folder, texts, capsys):
     audit.main(command(folder, texts))
     out = capsys.readouterr().out
-    assert out.count(" reference\n") == 2 and "DIFFERS" not in out  # of 14 and 4 tokens
+
+    assert out.count(" reference\n") == 2  # windows of 14 and 4 tokens
+    assert "DIFFERS" not in out
+    assert "network equals BertForMaskedLM" in out
+    assert "weights equal those of the files" in out
+    assert "1 document, 35 bytes, 18 words, 18 tokens" in out
+    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
+        [line] = [line for line in out.splitlines() if metric in line]
+        _, from_text, _, printed = line.split()
+        assert float(from_text) == pytest.approx(float(printed), rel=1e-5)
+
     verdict = out.splitlines()[-1]
-    assert verdict.startswith(
-        "PASS: 2 windows, 18 tokens. Compared: 2 windows with the reference, the network with Bert"
-    )
+    compared = "2 windows with the reference, the network with Bert"
+    assert verdict.startswith(f"PASS: 2 windows, 18 tokens. Compared: {compared}")
     for what in ("the weights with the files", "totals and their errors", "the best order", "printed numbers"):
         assert what in verdict
     assert f"Not compared: nothing. {documentation('audit.md')} lists" in verdict
-    assert "1 document, 35 bytes, 18 words, 18 tokens" in out
-    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
-        [line] = [line.split() for line in out.splitlines() if metric in line]
-        assert float(line[1]) == pytest.approx(float(line[3]), rel=1e-5)
-    assert "network equals BertForMaskedLM" in out and "weights equal those of the files" in out
 
 
 def other_ids(monkeypatch):
@@ -89,29 +103,32 @@ def another_count(monkeypatch):
 @pytest.mark.parametrize("fault", [other_ids, smaller_totals, another_count])
 def test_a_fault_between_text_and_metric_is_the_exit_code(fault, folder, texts, capsys, monkeypatch):
     fault(monkeypatch)
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code")])
-    assert ended.value.code == 1, "though no window differs"
+
+    assert exit_code("audit", *command(folder, texts, "--no_own_code")) == 1, "though no window differs"
+
     out = capsys.readouterr().out
     verdict = out.splitlines()[-1]
-    assert "DIFFERS" not in out and verdict.startswith("FAIL: ") and "the network (--no_own_code)" in verdict
+    assert "DIFFERS" not in out
+    assert verdict.startswith("FAIL: ")
+    assert "the network (--no_own_code)" in verdict
 
 
 def test_a_verification_that_fails_is_the_exit_code(folder, texts, capsys, monkeypatch):
     monkeypatch.setattr(verify, "recompute", lambda *_: {}["a key"])
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code")])
-    assert ended.value.code == 1 and "verification failed: KeyError: 'a key'" in capsys.readouterr().err
+
+    assert exit_code("audit", *command(folder, texts, "--no_own_code")) == 1
+    assert "verification failed: KeyError: 'a key'" in capsys.readouterr().err
 
 
 def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, capsys):
-    texts = str(tmp_path / "seven.txt")
-    (tmp_path / "seven.txt").write_text("m b c d e f g\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, args="estimator=mixture,block=7")])
-    assert ended.value.code == 3
+    texts = tmp_path / "seven.txt"
+    texts.write_text("m b c d e f g\n")
+
+    assert exit_code("audit", *command(folder, str(texts), args="estimator=mixture,block=7")) == 3
+
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens.") and out.count(" run alone\n") == 1
+    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens.")
+    assert out.count(" run alone\n") == 1
     assert "1 window (a block of more than 6 positions has too many orders to list)" in out
 
 
@@ -120,12 +137,11 @@ def half_errors(monkeypatch):
 
 
 def other_rows(monkeypatch):
-    """A fault of company: rows that differ in their last position alone share the first one's value."""
+    """A fault of company: log-probabilities are off in calls of more than four lanes."""
     log_prob = predictions.Predictions.log_prob
 
     def wrong(self, tokens):
-        found = log_prob(self, tokens)
-        return found + 1e-2 * (len(self.masked) > 4)
+        return log_prob(self, tokens) + 1e-2 * (len(self.masked) > 4)
 
     monkeypatch.setattr(predictions.Predictions, "log_prob", wrong)
 
@@ -139,9 +155,9 @@ STDERR = totals.Total.stderr.fget
 )
 def test_a_fault_of_totals_or_of_company_is_the_exit_code(fault, args, folder, texts, capsys, monkeypatch):
     fault(monkeypatch)
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code", "--limit", "1", args=args)])
-    assert ended.value.code == 1 and capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
+
+    assert exit_code("audit", *command(folder, texts, "--no_own_code", "--limit", "1", args=args)) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
 
 
 def test_a_text_that_a_unigram_predicts_better_is_noted(folder, texts, capsys):
@@ -160,14 +176,10 @@ def test_a_dtype_that_a_run_refuses_is_refused(texts):
 
 
 def test_blocks_without_figures_by_the_reference_are_not_checked(folder, texts, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "audit",
-                *command(
-                    folder, texts, "--no_own_code", args="estimator=elbo,elbo_form=ratio,elbo_eps=0.1,mc_samples=16"
-                ),
-            ]
-        )
+    elbo = "estimator=elbo,elbo_form=ratio,elbo_eps=0.1,mc_samples=16"
+
+    assert exit_code("audit", *command(folder, texts, "--no_own_code", args=elbo)) == 3
+
     out = capsys.readouterr().out
-    assert ended.value.code == 3 and "token_perplexity" not in out and "18 tokens" in out
+    assert "token_perplexity" not in out
+    assert "18 tokens" in out

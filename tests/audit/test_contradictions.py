@@ -23,8 +23,13 @@ from lm_eval_duel.estimators.two_phase import TwoPhase
 
 
 def windows(count, length=8, seed=0):
+    """Random texts."""
     draw = random.Random(seed)
-    return [Window((), [draw.randrange(3) for _ in range(length)]) for _ in range(count)]
+    texts = []
+    for _ in range(count):
+        tokens = [draw.randrange(3) for _ in range(length)]
+        texts.append(Window((), tokens))
+    return texts
 
 
 ESTIMATORS = {
@@ -48,58 +53,68 @@ COMPARED = {  # by name: what is compared at least
 
 
 def held(estimator, count=16, change=lambda score: score):
+    """What contradicts each other in a run over random texts whose scores are changed."""
     texts = windows(count, min(8, estimator.denoiser.max_length))
-    return contradictions(estimator, checked(texts, map(change, estimator.log_prob(texts))))
+    scores = [change(score) for score in estimator.log_prob(texts)]
+    return contradictions(estimator, checked(texts, scores))
 
 
 def checked(texts, scores):
     """Windows of a run that the reference agrees with."""
-    pairs = enumerate(zip(texts, scores, strict=True))
-    return [
-        CheckedWindow(f"window {n}", text, score.log_prob, Recomputed(score.log_prob), n, score)
-        for n, (text, score) in pairs
-    ]
+    entries = []
+    for n, (text, score) in enumerate(zip(texts, scores, strict=True)):
+        again = Recomputed(score.log_prob)
+        entries.append(CheckedWindow(f"window {n}", text, score.log_prob, again, n, score))
+    return entries
 
 
 @pytest.mark.parametrize("name", slow_but(ESTIMATORS, COMPARED.keys() - {"elbo"}))
 def test_right_values_do_not_contradict_each_other(name):
-    found = held(ESTIMATORS[name]())
-    assert not found.problems
-    assert any(what.startswith(COMPARED.get(name, "")) for what in found.compared), found.compared
+    comparison = held(ESTIMATORS[name]())
+
+    assert not comparison.problems
+    expected = COMPARED.get(name, "")
+    assert any(what.startswith(expected) for what in comparison.compared), comparison.compared
 
 
 @pytest.mark.parametrize("block", slow_but([4, None], [None]))
 def test_draws_that_prefer_few_masks_are_found(block, monkeypatch):
     strata = Elbo.strata
     monkeypatch.setattr(Elbo, "strata", lambda self, *lanes: strata(self, *lanes) ** 1.5)
-    assert "share of masked positions of the draws" in " ".join(
-        held(Elbo(Toy(), ElboArguments(16, elbo_block=block))).problems
-    )
+
+    comparison = held(Elbo(Toy(), ElboArguments(16, elbo_block=block)))
+    assert "share of masked positions of the draws" in " ".join(comparison.problems)
 
 
 def test_draws_that_prefer_places_are_found(monkeypatch):
-    first = lambda *keys: keys[-1] + 0 * keys[0]  # noqa: E731 - the positions in order
-    monkeypatch.setattr("lm_eval_duel.estimators.elbo.hashed", first)
-    assert "place of masked positions" in " ".join(held(Elbo(Toy(), ElboArguments(16))).problems)
+    def positions_in_order(*keys):
+        return keys[-1] + 0 * keys[0]
+
+    monkeypatch.setattr("lm_eval_duel.estimators.elbo.hashed", positions_in_order)
+
+    comparison = held(Elbo(Toy(), ElboArguments(16)))
+    assert "place of masked positions" in " ".join(comparison.problems)
 
 
 def test_a_share_of_drawn_blocks_that_is_not_the_share_is_found(monkeypatch):
     uniform = two_phase.uniform
     monkeypatch.setattr(two_phase, "uniform", lambda *keys: uniform(*keys) ** 2)
-    assert "share of drawn blocks" in " ".join(held(TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4))).problems)
+
+    comparison = held(TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4)))
+    assert "share of drawn blocks" in " ".join(comparison.problems)
 
 
 def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
     draws = NoisedElbo.draws
 
-    def less(self, window):
-        target = list(window.target)
-        return [(s, t, weight, row[:1] + target[1:]) for s, t, weight, row in draws(self, window)]
+    def noise_at_the_first_position_only(self, window):
+        clean = list(window.target[1:])
+        return [(s, t, weight, row[:1] + clean) for s, t, weight, row in draws(self, window)]
 
-    monkeypatch.setattr(NoisedElbo, "draws", less)
-    assert "number of tokens that the noise kept" in " ".join(
-        held(NoisedElbo(NoisyToy(), NoisedElboArguments(32))).problems
-    )
+    monkeypatch.setattr(NoisedElbo, "draws", noise_at_the_first_position_only)
+
+    comparison = held(NoisedElbo(NoisyToy(), NoisedElboArguments(32)))
+    assert "number of tokens that the noise kept" in " ".join(comparison.problems)
 
 
 @pytest.mark.parametrize("name", ["duel", "elbo", "two phases", "all orders"])
@@ -117,15 +132,22 @@ def test_a_text_that_stands_many_times_is_one_draw(name):
     """Three errors above the exact value are no contradiction, in one copy as in sixty."""
     estimator = ESTIMATORS[name]()
     texts = windows(8)
-    exact = Lattice(Toy(), 4) if name == "elbo" else DuelEstimator(Attends(), "greedy", 2)
-    values = [score.others.get("elbo_exact", score).log_prob for score in exact.log_prob(texts)]
+    if name == "elbo":
+        lattice = Lattice(Toy(), 4)
+        exact = [score.others["elbo_exact"] for score in lattice.log_prob(texts)]
+    else:
+        exact = DuelEstimator(Attends(), "greedy", 2).log_prob(texts)
     scores = []
-    for value, score in zip(values, estimator.log_prob(texts), strict=True):
+    for exact_score, score in zip(exact, estimator.log_prob(texts), strict=True):
         error = score.stderr if name == "elbo" else score.blocks.error
-        scores.append(dataclasses.replace(score, log_prob=value + 3 * error / math.sqrt(len(texts))))
+        three_errors_above = exact_score.log_prob + 3 * error / math.sqrt(len(texts))
+        scores.append(dataclasses.replace(score, log_prob=three_errors_above))
+
     once = contradictions(estimator, checked(texts, scores))
     copies = contradictions(estimator, checked(60 * texts, 60 * scores))
-    assert not once.problems and not copies.problems
+
+    assert not once.problems
+    assert not copies.problems
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -9,7 +9,9 @@ from lm_eval_duel.core.windows import from_row, independent
 from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import TokenText
 
-IDS, B, E = [*range(10, 21)], [1], [2]
+IDS = list(range(10, 21))
+B = [1]
+E = [2]
 
 
 def problems(bos, text, windows, prefix=(), suffix=()):
@@ -21,15 +23,20 @@ def problems(bos, text, windows, prefix=(), suffix=()):
 @pytest.mark.parametrize("bos", ["given", "official", "scored", "none", "first"])
 @pytest.mark.parametrize("kind", ["text", "row"])
 def test_a_dropped_target_is_a_problem(bos, kind):
-    special = (B, E) if bos in ("given", "official", "scored") else ((), ())
-    if kind == "text":
-        text, windows = "a b", independent(IDS, 6, *special, bos)
-    else:
-        text, special = TokenText("a b", [*B, *IDS, *E], (1, 1)), ((), ())
+    special = ((), ())
+    if kind == "row":
+        text = TokenText("a b", [*B, *IDS, *E], (1, 1))
         windows = [from_row(text.token_ids, 1, 1, bos)]
+    else:
+        if bos in ("given", "official", "scored"):
+            special = (B, E)
+        text = "a b"
+        windows = independent(IDS, 6, *special, bos)
     assert not problems(bos, text, windows, *special)
-    cut = [*windows[:-1], dataclasses.replace(windows[-1], target=windows[-1].target[:-1])]
-    assert problems(bos, text, cut, *special)
+
+    *first, last = windows
+    shorter = dataclasses.replace(last, target=last.target[:-1])
+    assert problems(bos, text, [*first, shorter], *special)
 
 
 def test_words_are_counted_in_the_text():
@@ -38,4 +45,6 @@ def test_words_are_counted_in_the_text():
         of_task = FromText("task", lambda text, **_: {"input_ids": IDS}, "none", 6)
         doc = {"text": "a b", column: 11, "words": 9, "bytes": 3}
         of_task.add("document 0", doc, "a b", independent(IDS, 6, bos="none"), -1.0)
-        assert (of_task.words, of_task.counted_before) == (words, column == TOKENS)
+
+        assert of_task.words == words
+        assert of_task.counted_before == (column == TOKENS)

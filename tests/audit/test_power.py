@@ -74,7 +74,8 @@ def test_many_short_windows_do_not_add_up_their_tolerances(tokens, size):
     assert problems(0.0) == ([], [])
     for sign in (1, -1):
         in_results, as_printed = problems(sign * 2 * allowed(tokens))
-        assert in_results and as_printed
+        assert in_results
+        assert as_printed
 
 
 WINDOW = Window((1,), (2, 0, 1, 1, 2))
@@ -91,22 +92,24 @@ def test_each_number_of_a_score_is_held_to_that(name):
     estimator = ESTIMATORS[name]()
     [score] = estimator.log_prob([WINDOW])
 
-    def found(other):
-        return CheckedWindow("here", WINDOW, other.log_prob, recompute(estimator, WINDOW, other)).problems
+    def problems(**changes):
+        changed = dataclasses.replace(score, **changes)
+        again = recompute(estimator, WINDOW, changed)
+        return CheckedWindow("here", WINDOW, changed.log_prob, again).problems
 
-    assert not found(score)
     moved = 2 * allowed(len(WINDOW.target))
-    assert found(dataclasses.replace(score, log_prob=score.log_prob + moved))
+    assert not problems()
+    assert problems(log_prob=score.log_prob + moved)
     if score.stderr is not None:
-        assert found(dataclasses.replace(score, stderr=score.stderr / 2))
-        assert found(dataclasses.replace(score, stderr=score.stderr * 1.01))
-        assert found(dataclasses.replace(score, stderr=None))
+        assert problems(stderr=score.stderr / 2)
+        assert problems(stderr=score.stderr * 1.01)
+        assert problems(stderr=None)
     if score.token_logprobs and name == "duel":
-        tokens = [score.token_logprobs[0] + moved, score.token_logprobs[1] - moved, *score.token_logprobs[2:]]
-        assert found(dataclasses.replace(score, token_logprobs=tuple(tokens)))
+        first, second, *rest = score.token_logprobs
+        assert problems(token_logprobs=(first + moved, second - moved, *rest))
     for other, value in score.others.items():
-        others = {**score.others, other: dataclasses.replace(value, log_prob=value.log_prob + moved)}
-        assert found(dataclasses.replace(score, others=others)), other
+        wrong = dataclasses.replace(value, log_prob=value.log_prob + moved)
+        assert problems(others={**score.others, other: wrong}), other
 
 
 # ---------------------------------------------------------------- the network

@@ -22,9 +22,9 @@ TEXT = "b c d e f g h i j k b"
 def decoder(name, folder):
     """The model args of a small decoder."""
     path, options, _ = networks.made(folder, name)
-    options = {"pretrained": path, **options, "trust_remote_code": "true"}
-    options.pop("backend", None)
-    return ",".join(f"{key}={value}" for key, value in options.items())
+    arguments = {"pretrained": path, **options, "trust_remote_code": "true"}
+    arguments.pop("backend", None)
+    return ",".join(f"{key}={value}" for key, value in arguments.items())
 
 
 def repeats(folder):
@@ -79,18 +79,25 @@ SHOWN = {  # what the output must hold, by the row
 
 def of_row(name, table):
     """The entry of `table` for a row of the page."""
-    return next((value for key, value in table.items() if name.replace("`", "").startswith(key)), None)
+    plain_name = name.replace("`", "")
+    for key, value in table.items():
+        if plain_name.startswith(key):
+            return value
+    return None
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_check_runs_and_shows_what_the_page_says(name, folder, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(TEXT + "\n")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT + "\n")
     make = of_row(name, MODELS)
     model = make(tmp_path) if make else f"pretrained={folder},block=4"
     [command] = CHECKS[name]
-    words = shlex.split(command)[1:]
-    for n, word in enumerate(words):
-        words[n] = re.sub(r"^M\b", model, {"T": str(tmp_path / "text.txt"), "NAME": "klass"}.get(word, word))
+    placeholders = {"T": str(text), "NAME": "klass"}
+    words = []
+    for word in shlex.split(command)[1:]:
+        word = placeholders.get(word, word)
+        words.append(re.sub(r"^M\b", model, word))
     if words[0] != "list":
         words += ["--device", "cpu"]
     if name.startswith("the network's calls"):
@@ -105,10 +112,19 @@ def test_the_check_runs_and_shows_what_the_page_says(name, folder, tmp_path, cap
 
 
 def test_the_right_shift_has_a_perplexity_that_is_lower_by_far(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("b b b b b b b b b b\n")
+    text = tmp_path / "text.txt"
+    text.write_text("b b b b b b b b b b\n")
     model = repeats(tmp_path)
     words = ["--model_args", f"{model},shift_logits=true", "--compare", "shift_logits=false", "--device", "cpu"]
-    main(["score", str(tmp_path / "text.txt"), *words])
+
+    main(["score", str(text), *words])
+
     shown = capsys.readouterr().out
-    wrong, right = (float(re.search(rf"shift={shift}\).*? (\d+\.\d+) ", shown)[1]) for shift in (0, 1))
+    right = perplexity_under(1, shown)
+    wrong = perplexity_under(0, shown)
     assert right < wrong / 10, (right, wrong)
+
+
+def perplexity_under(shift, shown):
+    """The perplexity in the row of a shift."""
+    return float(re.search(rf"shift={shift}\).*? (\d+\.\d+) ", shown)[1])

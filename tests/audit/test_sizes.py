@@ -52,14 +52,21 @@ def tokens(count, seed=0):
 
 
 def agree(estimator, windows):
+    """Assert that the reference gives the same values, without a tie."""
     for window, score in zip(windows, estimator.log_prob(windows), strict=True):
-        found = CheckedWindow("", window, score.log_prob, recompute(estimator, window, score))
-        assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
+        again = recompute(estimator, window, score)
+        compared = CheckedWindow("", window, score.log_prob, again)
+        assert not compared.problems
+        assert compared.difference < 1e-8
+        assert again.ties == 0
 
 
 @pytest.mark.parametrize("rule", slow_but(["greedy:k=1", "threshold:mu=0.02"], ["threshold:mu=0.02"]))
 def test_sums_to_one_over_many_tokens(rule):
-    assert abs(total(Duel(Toy(TOKENS - 60, length=2), rule, 2), 2, tokens=TOKENS - 60) - 1) < 1e-9
+    count = TOKENS - 60
+    duel = Duel(Toy(count, length=2), rule, 2)
+
+    assert abs(total(duel, 2, tokens=count) - 1) < 1e-9
 
 
 @pytest.mark.parametrize("rule", ["greedy", "margin", "log_margin", "entropy", "threshold:mu=0.2"])
@@ -85,4 +92,7 @@ def test_long_rows_equal_the_reference(network, rule, block):
 
 
 def test_a_long_text_under_an_autoregressive_network():
-    agree(Autoregressive(Shifted(TOKENS, LENGTH, layers=1, shift=1)), [Window(tokens(1), tokens(LENGTH - 1, 2))])
+    network = Shifted(TOKENS, LENGTH, layers=1, shift=1)
+    window = Window(tokens(1), tokens(LENGTH - 1, 2))
+
+    agree(Autoregressive(network), [window])

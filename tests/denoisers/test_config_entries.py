@@ -33,11 +33,13 @@ LLADA2 = [  # entries with which GLM-4-MoE is another network than the class
 @pytest.mark.parametrize("entries", LLADA2, ids=str)
 def test_a_llada2_of_another_network_is_refused(entries, tmp_path):
     """By the config alone, whatever the user says its family is, and without advice into the same hole."""
+    entry = next(iter(entries))
     path, options = written(tmp_path, "llada2", entries)
-    for said in ({}, {"family": "llada2"}):
-        refused(path, next(iter(entries)), **options, **said)
+
+    refused(path, entry, **options)
+    refused(path, entry, **options, family="llada2")
     Path(path, "modeling_llada2_moe.py").write_text("def generate(self, editing_threshold=0.9): ...\n")
-    refused(path, rf"^(?!.*pass family=llada2).*{next(iter(entries))}", **options)
+    refused(path, rf"^(?!.*pass family=llada2).*{entry}", **options)
 
 
 @pytest.mark.parametrize("entry", ["delete_token_id", "split_token_id"])
@@ -51,7 +53,8 @@ def test_routing_by_block_needs_the_block_and_the_experts_of_the_checkpoint(tmp_
     path, options = written(tmp_path, "llada2", {"expert_capacity": 6})  # blocks of 32, the family's
     refused(path, "trained on blocks of 32", **{**options, "block": 4})
     for capacity in (2, 13):  # of 12 experts, 3 a token
-        (folder := tmp_path / str(capacity)).mkdir()
+        folder = tmp_path / str(capacity)
+        folder.mkdir()
         path, options = written(folder, "llada2", {"expert_capacity": capacity, "block_size": 4})
         refused(path, f"has {capacity}", **options)
 
@@ -62,13 +65,17 @@ def test_llada_scales_its_embedding(name, tmp_path):
     path, options = written(tmp_path, name, {"input_emb_norm": True})
     case = CASES[name]
     network = load(path, options, dtype="float64")
-    w = decoder_reference.weights(case)
-    w = {key: value.double() * (4 if key == "model.transformer.wte.weight" else 1) for key, value in w.items()}
-    right = SimpleNamespace(
-        denoiser=network, logits=lambda ids, window: decoder_reference.logits(case, w, ids, len(window.context))
-    )
+    w = {key: value.double() for key, value in decoder_reference.weights(case).items()}
+    w["model.transformer.wte.weight"] = 4 * w["model.transformer.wte.weight"]
+
+    def logits(ids, window):
+        return decoder_reference.logits(case, w, ids, len(window.context))
+
+    written_out = SimpleNamespace(denoiser=network, logits=logits)
+    duel = Duel(network, "greedy", case.block or 4)
     for window in list(fitting(network))[:2]:
-        check(Duel(network, "greedy", case.block or 4).log_prob([window])[0], textbook(right, "greedy", window))
+        [scored] = duel.log_prob([window])
+        check(scored, textbook(written_out, "greedy", window))
 
 
 # ---------------------------------------------------------------- entries that nothing here reads
@@ -78,8 +85,11 @@ def test_an_entry_that_nothing_reads_is_named_once_and_in_the_results(tmp_path, 
     path, options = written(tmp_path, "sdar", {"new_gate": True, "new_norm": "l2", "initializer_range": 0.3, "z": None})
     with caplog.at_level(logging.WARNING):
         model = DuelMDM(pretrained=path, device="cpu", **options)
-    [line] = [each.getMessage() for each in caplog.records if "new_gate" in each.getMessage()]
-    assert "new_gate=True, new_norm=l2" in line and "initializer_range" not in line
+
+    messages = [record.getMessage() for record in caplog.records]
+    [warning] = [message for message in messages if "new_gate" in message]
+    assert "new_gate=True, new_norm=l2" in warning
+    assert "initializer_range" not in warning
     assert model.get_model_info()["duel"]["unread_config"] == ["new_gate", "new_norm"]
     assert not any("new_gate" in str(value) for value in model.spec.values())
 
@@ -90,7 +100,8 @@ def test_a_family_whose_class_has_changed_takes_no_new_entry_unless_it_is_named(
     assert load(path, options, family="llada2").unread_entries == ("new_gate",)
 
 
-OURS = {**{name: {"new_gate": True} for name in (*DITS, *NOISED, "ar", "dplm")}, "mdlm": {"cond_type": "film"}}
+OURS = {name: {"new_gate": True} for name in (*DITS, *NOISED, "ar", "dplm")}
+OURS["mdlm"] = {"cond_type": "film"}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -139,7 +150,8 @@ def taken(denoiser):
         return [*seen, denoiser.head(features[0]).double().tolist()]
     block = "auto" if denoiser.block or denoiser.attention == "causal" else 4
     windows = list(fitting(denoiser))[:1]
-    return [*seen, *(score.log_prob for score in Duel(denoiser, "left_to_right", block).log_prob(windows))]
+    scores = Duel(denoiser, "left_to_right", block).log_prob(windows)
+    return [*seen, *(score.log_prob for score in scores)]
 
 
 def entries_of(name):
@@ -150,9 +162,9 @@ def entries_of(name):
     family = NAMED.get(VARIANTS.get(name, name))
     if family is None:
         return config, {**HARMLESS, **dict.fromkeys(OVERRIDDEN)}
-    said = {key: right for key, right in family.released.items() if not callable(right)}
-    known = {**HARMLESS, **family.harmless, **dict.fromkeys(OVERRIDDEN)}
-    return {**dict.fromkeys(family.harmless, 1), **said, **config}, known
+    released = {key: value for key, value in family.released.items() if not callable(value)}
+    harmless = {**HARMLESS, **family.harmless, **dict.fromkeys(OVERRIDDEN)}
+    return {**dict.fromkeys(family.harmless, 1), **released, **config}, harmless
 
 
 @pytest.mark.slow
@@ -166,9 +178,12 @@ def test_an_entry_of_another_value_is_another_number_or_refused_or_named_or_harm
     for n, key in enumerate(entries):
         if key in harmless or key in IDLE.get(name, ()):
             continue
-        (folder := tmp_path / str(n)).mkdir()
-        right = entries[key][0] if isinstance(entries[key], tuple) else entries[key]
-        path, options = written(folder, name, {key: OTHER.get(key, other(right))})
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        value = entries[key]
+        if isinstance(value, tuple):  # of several
+            value = value[0]
+        path, options = written(folder, name, {key: OTHER.get(key, other(value))})
         try:
             denoiser = load(path, options, **more)
             if taken(denoiser) == before and key not in denoiser.unread_entries:

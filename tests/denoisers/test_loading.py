@@ -35,8 +35,12 @@ DETECTED = [  # a case, changes of its config, a folder, options, what is found,
     ("a2d-qwen3-bd3lm", {}, None, {"block": None, "attention": "bidirectional"}, {"family": "a2d-qwen3"}, None),
     ("diffullama", {}, "diffullama", {"family": None}, {"family": "diffullama", "shift": 1}, "By its name"),
     (
-        *("diffullama", {}, "diffullama", {"family": None, "attention": "bidirectional", "shift_logits": False}),
-        *({"family": "decoder", "shift": 0}, None),
+        "diffullama",
+        {},
+        "diffullama",
+        {"family": None, "attention": "bidirectional", "shift_logits": False},
+        {"family": "decoder", "shift": 0},
+        None,
     ),
     ("nemotron-diffusion-research", {"dlm_type": "llada"}, None, {}, {"shift": 0}, None),
     ("nemotron-labs-diffusion", {"max_position_embeddings": 4096}, None, {}, {"max_length": 256 - 4}, None),
@@ -49,11 +53,17 @@ DETECTED = [  # a case, changes of its config, a folder, options, what is found,
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{case[0]} {case[1]} {case[3]}") for case in DETECTED])
 def test_what_a_checkpoint_is_taken_for(case, tmp_path, caplog):
-    name, entries, folder, options, wanted, said = case
+    name, entries, folder, options, expected, warning = case
     path, default = written(tmp_path, name, entries, folder)
+
     denoiser = load(path, default, **options)
-    assert {key: getattr(denoiser, key) for key in wanted} == wanted
-    assert said in caplog.text if said else not re.search("By its name|using (block|attention)", caplog.text)
+
+    for attribute, value in expected.items():
+        assert getattr(denoiser, attribute) == value, attribute
+    if warning:
+        assert warning in caplog.text
+    else:
+        assert not re.search("By its name|using (block|attention)", caplog.text)
 
 
 def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
@@ -68,10 +78,11 @@ def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
 
 def test_networks_without_a_law_are_refused(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    for given in (name for entry in refusals.ENTRIES for name in entry.classes):
-        for named in ({"architectures": [given]}, {"auto_map": {"AutoModel": f"code.{given}"}}):
-            (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **named}))
-            refused(str(tmp_path), given)
+    for entry in refusals.ENTRIES:
+        for name in entry.classes:
+            for named in ({"architectures": [name]}, {"auto_map": {"AutoModel": f"code.{name}"}}):
+                (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **named}))
+                refused(str(tmp_path), name)
 
 
 def test_networks_with_the_config_of_another_one_are_refused_by_name_unless_they_are_scored_as_causal(tmp_path):
@@ -92,36 +103,45 @@ def test_the_mask_of_diffugpt_is_that_of_its_size():
 
 
 def test_the_mask_is_that_of_the_options_else_the_config_else_the_tokenizer_else_the_family():
-    given = [5, 7, 3, 9]
-    for known in range(5):
-        option, entry, of_tokenizer, usual = [None] * known + given[known:]
+    def found(option, entry, of_tokenizer, of_family):
         options = LoadOptions("x", torch.device("cpu"), mask_token_id=option)
         tokenizer = SimpleNamespace(mask_token_id=of_tokenizer)
-        if known < 4:
-            assert find_mask_id(options, {"mask_token_id": entry}, tokenizer, usual, 12) == given[known]
-        else:
-            with pytest.raises(DuelError, match="mask_token_id"):
-                find_mask_id(options, {"mask_token_id": entry}, tokenizer, usual, 12)
+        return find_mask_id(options, {"mask_token_id": entry}, tokenizer, of_family, 12)
+
+    assert found(5, 7, 3, 9) == 5
+    assert found(None, 7, 3, 9) == 7
+    assert found(None, None, 3, 9) == 3
+    assert found(None, None, None, 9) == 9
+    with pytest.raises(DuelError, match="mask_token_id"):
+        found(None, None, None, None)
 
 
 @pytest.mark.parametrize("rows", [34, 40])
 def test_a_tokenizer_with_a_mask_of_its_own(rows, tmp_path):
     """As in LM1B, by BERT's vocabulary: the last column is a token, or padding of the table."""
     path, _ = dit_reference.write(tmp_path, "mdlm", vocab_size=rows)
-    bare = denoisers.load(path, device="cpu", tokenizer=tiny.tokenizer(mask=False))
-    assert bare.mask_id == rows - 1 and bare.excluded[34 : rows - 1].all() and not bare.excluded[4]
+
+    without_a_mask = denoisers.load(path, device="cpu", tokenizer=tiny.tokenizer(mask=False))
+    assert without_a_mask.mask_id == rows - 1
+    assert without_a_mask.excluded[34 : rows - 1].all()
+    assert not without_a_mask.excluded[4]
+
     tiny.tokenizer().save_pretrained(tmp_path)
     denoiser = denoisers.load(path, device="cpu")
-    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, *range(34, rows)] and denoiser.mask_id == 4
+    assert denoiser.mask_id == 4
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, *range(34, rows)]
 
 
 def test_rotary_entries_may_be_where_transformers_5_puts_them(tmp_path, name="llada2"):
-    moved = {"rope_type": "default", "rope_theta": CASES[name].config["rope_theta"]}
+    base = CASES[name].config["rope_theta"]
+    moved = {"rope_type": "default", "rope_theta": base}
     path, options = written(tmp_path, name, {"rope_theta": None, "rope_parameters": moved})
+
     model = load(path, options).model  # whose self-test compares its frequencies with its config
-    assert model.config.rope_parameters["rope_theta"] == CASES[name].config["rope_theta"]
-    buffer = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
-    buffer[-1] *= 1.0001
+    assert model.config.rope_parameters["rope_theta"] == base
+
+    frequencies = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
+    frequencies[-1] *= 1.0001
     with pytest.raises(DuelError, match="rotary frequencies"):
         self_tests.rotary_frequencies(model, model.config, path)
 
@@ -148,22 +168,27 @@ MISSING = {  # by its name in the network, where the file has another
 @pytest.mark.parametrize("name", slow_but(TENSORS, TENSORS.keys() - {"gpt2", "rnd1"}))
 def test_every_tensor_fills_its_place(name, tmp_path):
     path, options = written(tmp_path, name)
-    files = sorted(Path(path).glob("*.safetensors"))
-    key = TENSORS[name]
-    tensors = {k: v for file in files for k, v in load_file(file).items()}
-    for file in [*files, *Path(path).glob("*.index.json")]:
+    tensors = {}
+    for file in Path(path).glob("*.safetensors"):
+        tensors |= load_file(file)
         file.unlink()
-    file = Path(path, "model.safetensors")
-    short = re.escape(key.removeprefix("backbone."))
-    without = {k: v for k, v in tensors.items() if k != key}
+    for index in Path(path).glob("*.index.json"):
+        index.unlink()
+    key = TENSORS[name]
+    in_the_network = re.escape(key.removeprefix("backbone."))
+
+    without = dict(tensors)
+    del without[key]
     broken = [
-        (re.escape(MISSING.get(name, "")) or short, without),
-        (short, {**tensors, key: tensors[key][:3].clone()}),
-        (r"model\.layers\.9\.x\.weight", without | {"model.layers.9.x.weight": torch.ones(2)}),
+        (re.escape(MISSING.get(name, "")) or in_the_network, without),
+        (in_the_network, {**tensors, key: tensors[key][:3].clone()}),
+        (r"model\.layers\.9\.x\.weight", {**without, "model.layers.9.x.weight": torch.ones(2)}),
     ]
     if name != "mdlm":  # which is not run at load
-        norm = next(k for k in tensors if re.search(r"norm|ln_|LayerNorm", k))
+        norm = next(key for key in tensors if re.search(r"norm|ln_|LayerNorm", key))
         broken.append(("NaN or infinite logits", {**tensors, norm: tensors[norm] * math.nan}))
+
+    file = Path(path, "model.safetensors")
     for words, content in broken:
         save_file(content, file, metadata={"format": "pt"})
         refused(path, words, **options)
@@ -172,26 +197,34 @@ def test_every_tensor_fills_its_place(name, tmp_path):
 
 
 def test_two_tensors_of_one_place(tmp_path):
-    for name, wanted, twin in (
+    for name, message, twin in (
         ("smdm", "hold both", "model.embed_tokens.weight"),
         ("mdlm", "with and without backbone", "vocab_embed.embedding"),
     ):
         path, options = written(tmp_path, name)
         file = Path(path, "model.safetensors")
         save_file({**load_file(file), twin: torch.ones(40, 16)}, file)
-        refused(path, wanted, **options)
+        refused(path, message, **options)
 
 
 def test_a_dit_in_half_precision_is_coarse(tmp_path):
-    denoiser = denoisers.load(dit_reference.write(tmp_path, "mdlm")[0], device="cpu")
-    assert not denoiser.coarse and denoiser.describe()["dtype"] == "float32"
+    path, _ = dit_reference.write(tmp_path, "mdlm")
+    denoiser = denoisers.load(path, device="cpu")
+    assert not denoiser.coarse
+    assert denoiser.describe()["dtype"] == "float32"
+
     denoiser.take(denoiser.network.to(torch.bfloat16))
-    assert denoiser.coarse and denoiser.describe()["dtype"] == "bfloat16"
+    assert denoiser.coarse
+    assert denoiser.describe()["dtype"] == "bfloat16"
 
 
 def test_a_mask_that_is_not_the_tokenizers_is_named(caplog):
+    def warnings():
+        return [record for record in caplog.records if record.levelname == "WARNING"]
+
     denoisers.load(device="cpu", mask_token_id=2)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert not warnings()
+
     denoisers.load(device="cpu", mask_token_id=300)
-    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert record.args[1:] == (300, "ro", 2, "<|mask|>")
+    [warning] = warnings()
+    assert warning.args[1:] == (300, "ro", 2, "<|mask|>")

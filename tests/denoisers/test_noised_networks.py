@@ -42,9 +42,10 @@ class Plain:
         kept = min(max(1 - t, EPS[self.name]), 1 - EPS[self.name])
         level = 1 - kept if self.name == "gidd-uniform" else -math.log(kept)
         ids = [*self.before, *z.tolist(), *self.after]
-        found = dit_reference.plain(self.w, ids, level, plain.block_causal(len(ids), len(ids)))
-        found = found[len(self.before) : len(self.before) + len(z)].double()
-        return found.masked_fill(self.excluded, -math.inf)
+        start = len(self.before)
+        every_logit = dit_reference.plain(self.w, ids, level, plain.block_causal(len(ids), len(ids)))
+        logits = every_logit[start : start + len(z)].double()
+        return logits.masked_fill(self.excluded, -math.inf)
 
     def level(self, t):
         t = torch.as_tensor(t, dtype=torch.float64)
@@ -53,10 +54,15 @@ class Plain:
         if self.name == "gidd-uniform":
             c = 2 * 0.2 / (1 - 0.2) * (t * (1 - t)).sqrt()
         b = t.new_zeros(self.vocab_size)
-        b[self.tokens] = c / (1 + c) / K if self.name == "gidd-uniform" else t / K
+        replaced = c / (1 + c) if self.name == "gidd-uniform" else t
+        b[self.tokens] = replaced / K
         if self.mask_id is not None:
             b[self.mask_id] = t / (1 + c)
         return (1 - t) / (1 + c), b
+
+
+def tokenizer_of(name):
+    return None if name == "gidd-uniform" else dit_reference.words(12)
 
 
 @pytest.mark.parametrize("name", slow_but(networks.NOISED, ["duo", "gidd-uniform"]))
@@ -65,38 +71,45 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     padding and batches change nothing.
     """
     path, w = dit_reference.write(tmp_path, name)
-    denoiser = load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12))
-    assert (
-        denoiser.family == name
-        and denoiser.noise_training.prediction == "plugin"
-        and denoiser.noise_training.steps is None
-    )
+    denoiser = load(path, device="cpu", tokenizer=tokenizer_of(name))
+    assert denoiser.family == name
+    assert denoiser.noise_training.prediction == "plugin"
+    assert denoiser.noise_training.steps is None
     # all columns but [MASK] and what is after it, whatever the tokenizer
     assert denoiser.noise_training.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
+
     window = Window((3,), (5, 9), (2,))
     exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
     [score] = NoisedElbo(denoiser, NoisedElboArguments(1024, 2)).log_prob([window])
     assert abs(score.log_prob + exact) < 4 * score.stderr < exact
+
     windows = [Window((3,), (5, 9, 1, 1, 4)), Window((), (5, 9), (2,)), Window((7, 7), (8,))]
     together = NoisedElbo(denoiser, NoisedElboArguments(16)).log_prob(windows)
-    alone = [NoisedElbo(denoiser, NoisedElboArguments(16), batch_size=1).log_prob([window])[0] for window in windows]
-    assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], rel=1e-4)
+    one_row_a_call = NoisedElbo(denoiser, NoisedElboArguments(16), batch_size=1)
+    for window, in_batch in zip(windows, together, strict=True):
+        [alone] = one_row_a_call.log_prob([window])
+        assert in_batch.log_prob == pytest.approx(alone.log_prob, rel=1e-4)
+
     spec = NoisedElbo(denoiser).describe()
-    assert spec["steps"] == "inf" and str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")
+    assert spec["steps"] == "inf"
+    assert str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")
 
 
 @pytest.mark.parametrize("name", networks.NOISED)
 def test_a_temperature_is_that_of_the_head(name, tmp_path):
     """Of the bound: a head with weights and bias divided by it is the same network."""
     path, _ = dit_reference.write(tmp_path, name)
-    tokenizer = None if name == "gidd-uniform" else dit_reference.words(12)
+    tokenizer = tokenizer_of(name)
+    window = Window((3,), (5, 9, 1), (2,))
     filtered = load(path, device="cpu", tokenizer=tokenizer, temperature=0.7)
     divided = load(path, device="cpu", tokenizer=tokenizer)
     for parameter in divided.network.output_layer.linear.parameters():
         parameter.data /= 0.7
-    window = Window((3,), (5, 9, 1), (2,))
-    one, other = (NoisedElbo(each, NoisedElboArguments(32)).log_prob([window]) for each in (filtered, divided))
-    assert one[0].log_prob == pytest.approx(other[0].log_prob, abs=1e-4)
+
+    [score] = NoisedElbo(filtered, NoisedElboArguments(32)).log_prob([window])
+    [expected] = NoisedElbo(divided, NoisedElboArguments(32)).log_prob([window])
+
+    assert score.log_prob == pytest.approx(expected.log_prob, abs=1e-4)
     with pytest.raises(DuelError, match="exclude_ids"):
         load(path, device="cpu", tokenizer=tokenizer, exclude_ids=(1,))
 
@@ -114,20 +127,27 @@ def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
     noise = noises.Uniform(5)
     r = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05], dtype=torch.float64)
     for alpha in (0.9, 0.3, 0.01):
-        t, rest = (torch.tensor([[value]], dtype=torch.float64) for value in (1 - alpha, alpha))
+        t = torch.tensor([[1 - alpha]], dtype=torch.float64)
+        rest = torch.tensor([[alpha]], dtype=torch.float64)
         level = noise.level(t, rest)
+        ratio = (level.a / level.u)[0]
         for clean, z in ((0, 0), (0, 3), (4, 2)):
-            ratio = (level.a / level.u)[0]
-            found = noises.statistics(r.log()[None].clone(), *torch.tensor([[clean], [z]]), torch.zeros(1), ratio)
-            stats = noises.Statistics(*(value[None] for value in found))
+            tokens = torch.tensor([clean])
+            noisy = torch.tensor([z])
+            of_positions = noises.statistics(r.log()[None].clone(), tokens, noisy, torch.zeros(1), ratio)
+            stats = noises.Statistics(*(value[None] for value in of_positions))
             observed = noises.Observed(torch.tensor([[clean == z]]), torch.tensor([[False]]))
             rate = float(noises.limit_rate(level, noise.rates(t, rest), stats, observed))
             assert rate == pytest.approx(published_rate(clean, z, r, alpha), rel=1e-9)
 
 
 def test_a_distilled_duo_warns(tmp_path, caplog):
-    (tmp_path / "duo-distilled").mkdir()
-    load(dit_reference.write(tmp_path / "duo-distilled", "duo")[0], device="cpu", tokenizer=dit_reference.words(12))
+    folder = tmp_path / "duo-distilled"
+    folder.mkdir()
+    path, _ = dit_reference.write(folder, "duo")
+
+    load(path, device="cpu", tokenizer=dit_reference.words(12))
+
     assert "distilled" in caplog.text
 
 
@@ -136,7 +156,9 @@ def test_a_downloaded_network_has_its_name_on_the_hub(tmp_path, monkeypatch, cap
     monkeypatch.setattr(hub, "local_folder", lambda *_: path)
     options = LoadOptions("someone/duo-distilled", torch.device("cpu"), dit_reference.words(12))
     checkpoint = Checkpoint(options, hub.read_config(path, "main")).with_tokenizer().local()
-    assert checkpoint.name == path and checkpoint.published_name == "duo-distilled"
+    assert checkpoint.name == path
+    assert checkpoint.published_name == "duo-distilled"
+
     unfilled(checkpoint)
     assert "distilled" in caplog.text
 
@@ -149,5 +171,8 @@ def test_a_text_has_a_bound_that_says_whose(tmp_path):
         Duel.from_pretrained(path, rule="greedy", estimator="noised_elbo", device="cpu")
     with pytest.raises(DuelError, match="Leave rule out"):
         Duel(duel.denoiser, "greedy", estimator="noised_elbo")
+
     [score] = duel.score(["a b c d"])
-    assert score.bound and score.stderr > 0 and "ancestral sampling in 48 steps" in score.kind
+    assert score.bound
+    assert score.stderr > 0
+    assert "ancestral sampling in 48 steps" in score.kind

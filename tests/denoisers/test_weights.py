@@ -24,11 +24,12 @@ def trained(scale):
     """What the authors' training code saves: the network, its rotation as a buffer amid it, and more beside it."""
     tensors = {key: value * scale for key, value in dit_reference.weights(True, "backbone.", 13).items()}
     buffer = "backbone.rotary_emb.inv_freq"
-    last = [key for key in tensors if "blocks" in key or "output" in key]
-    first = [key for key in tensors if key not in (*last, buffer)]
-    ordered = [*first, buffer, *last]
-    beside = {"noise.weight": torch.ones(2, 2), "sampling_eps_min": torch.tensor(1e-3)}
-    return {key: tensors[key] for key in ordered} | beside
+    after_it = [key for key in tensors if "blocks" in key or "output" in key]
+    before_it = [key for key in tensors if key not in (*after_it, buffer)]
+    saved = {key: tensors[key] for key in (*before_it, buffer, *after_it)}
+    saved["noise.weight"] = torch.ones(2, 2)
+    saved["sampling_eps_min"] = torch.tensor(1e-3)
+    return saved
 
 
 def averages(tensors):
@@ -36,13 +37,16 @@ def averages(tensors):
     return [value for key, value in tensors.items() if key.startswith("backbone") and "inv_freq" not in key]
 
 
+LEFT_OUT = object()
+
+
 def lightning(path, **changes):
-    """A Lightning checkpoint of one network, with another as its average; the two."""
+    """A Lightning checkpoint of one network, with another as its average; the two. `LEFT_OUT`: without that entry."""
     last = trained(1)
     average = trained(0.7)
     ema = {"decay": 0.9999, "shadow_params": averages(average)}
     content = {"epoch": 3, "state_dict": last, "ema": ema, **changes}
-    torch.save({key: value for key, value in content.items() if value is not None}, path)
+    torch.save({key: value for key, value in content.items() if value is not LEFT_OUT}, path)
     return last, average
 
 
@@ -54,45 +58,56 @@ def scores(folder, tensors=None):
     return Duel(denoisers.load(str(folder), device="cpu")).log_prob(WINDOWS)
 
 
-def equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert found[key].dtype == wanted[key].dtype
-        assert torch.equal(found[key], wanted[key])
+def read(folder):
+    return hub.read_tensors(str(folder))
+
+
+def equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for key in expected:
+        assert tensors[key].dtype == expected[key].dtype
+        assert torch.equal(tensors[key], expected[key])
 
 
 @pytest.mark.parametrize(
     "stem, ending, save", [("model", "safetensors", save_file), ("pytorch_model", "bin", torch.save)]
 )
 def test_whole_and_sharded(stem, ending, save, tmp_path):
-    save(TENSORS, tmp_path / f"{stem}.{ending}")
-    equal(hub.read_tensors(str(tmp_path)), TENSORS)
-    (tmp_path / f"{stem}.{ending}").unlink()
-    names = [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)]  # as transformers names them
-    places = {key: names[key == "c"] for key in TENSORS}
+    """Shards have the names that transformers gives them."""
+    whole = tmp_path / f"{stem}.{ending}"
+    save(TENSORS, whole)
+    equal(read(tmp_path), TENSORS)
+    whole.unlink()
+
+    first = f"{stem}-00001-of-00002.{ending}"
+    second = f"{stem}-00002-of-00002.{ending}"
+    save({"a": TENSORS["a"], "b.weight": TENSORS["b.weight"]}, tmp_path / first)
+    save({"c": TENSORS["c"]}, tmp_path / second)
+    places = {"a": first, "b.weight": first, "c": second}
     index = tmp_path / f"{stem}.{ending}.index.json"
-    for name in names:
-        save({key: value for key, value in TENSORS.items() if places[key] == name}, tmp_path / name)
     index.write_text(json.dumps({"metadata": {"total_size": 56}, "weight_map": places}))
-    equal(hub.read_tensors(str(tmp_path)), TENSORS)
-    for text, named in (('{"weight', index.name), ('{"weight_map": ["a"]}', index.name)):
-        index.write_text(text)
-        with pytest.raises(DuelError, match=named):
-            hub.read_tensors(str(tmp_path))
+    equal(read(tmp_path), TENSORS)
+
+    for wrong in ('{"weight', '{"weight_map": ["a"]}'):
+        index.write_text(wrong)
+        with pytest.raises(DuelError, match=index.name):
+            read(tmp_path)
     index.write_text(json.dumps({"weight_map": places}))
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(DuelError, match=names[1]):
-        hub.read_tensors(str(tmp_path))
+    (tmp_path / second).unlink()
+    with pytest.raises(DuelError, match=second):
+        read(tmp_path)
 
 
 def test_safetensors_come_before_bin_and_bin_before_ckpt(tmp_path):
-    ckpt, _ = lightning(tmp_path / "last.ckpt", ema=None)
-    found = hub.read_tensors(str(tmp_path))
-    equal(found, {key: ckpt[key] for key in found})
+    ckpt, _ = lightning(tmp_path / "last.ckpt", ema=LEFT_OUT)
+    tensors = read(tmp_path)
+    equal(tensors, {key: ckpt[key] for key in tensors})
+
     torch.save({"x": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    assert list(hub.read_tensors(str(tmp_path))) == ["x"]
+    assert list(read(tmp_path)) == ["x"]
+
     save_file(TENSORS, tmp_path / "model.safetensors")
-    equal(hub.read_tensors(str(tmp_path)), TENSORS)
+    equal(read(tmp_path), TENSORS)
 
 
 @pytest.mark.parametrize("kind", ["averaged", "compiled", "without an average"])
@@ -101,28 +116,39 @@ def test_the_averaged_weights_of_a_lightning_checkpoint_are_scored(kind, tmp_pat
     if kind == "compiled":
         state = {key.replace("backbone.", "backbone._orig_mod."): value for key, value in last.items()}
         lightning(tmp_path / "best.ckpt", state_dict=state)
-    elif kind != "averaged":
-        average, _ = lightning(tmp_path / "best.ckpt", ema=None)
-    found = scores(tmp_path)
-    assert found == scores(tmp_path, average)
+    elif kind == "without an average":
+        average, _ = lightning(tmp_path / "best.ckpt", ema=LEFT_OUT)
+
+    of_checkpoint = scores(tmp_path)
+
+    assert of_checkpoint == scores(tmp_path, average)
     assert ("best.ckpt has no averaged weights" in caplog.text) == (kind == "without an average")
 
 
 def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
     path = tmp_path / "last.ckpt"
-    average = averages(trained(0.7))
-    shadows = (average[:-1], [average[1], average[0], *average[2:]], None, [1.0] * len(average))
-    wrong = [(r"EMA\) of .*last\.ckpt", {"ema": {"shadow_params": each}}) for each in shadows]
-    wrong += [(r"EMA\) of .*last\.ckpt", {"ema": [torch.ones(1)]})]
-    wrong += [("no state_dict", {"state_dict": state}) for state in (None, [torch.ones(1)])]
-    for message, changes in wrong:
-        lightning(path, **changes)
-        with pytest.raises(DuelError, match=message):
-            hub.read_tensors(str(tmp_path))
+    first, second, *rest = averages(trained(0.7))
+    count = 2 + len(rest)
+    wrong_averages = (
+        {"shadow_params": [first, second, *rest[:-1]]},
+        {"shadow_params": [second, first, *rest]},
+        {"shadow_params": None},
+        {"shadow_params": [1.0] * count},
+        [torch.ones(1)],
+    )
+    for ema in wrong_averages:
+        lightning(path, ema=ema)
+        with pytest.raises(DuelError, match=r"EMA\) of .*last\.ckpt"):
+            read(tmp_path)
+    for state in (LEFT_OUT, [torch.ones(1)]):
+        lightning(path, state_dict=state)
+        with pytest.raises(DuelError, match="no state_dict"):
+            read(tmp_path)
+
     for name in ("last.ckpt", "best.ckpt"):
         lightning(tmp_path / name)
     with pytest.raises(DuelError, match=r"2 \.ckpt files \(best\.ckpt, last\.ckpt\)"):
-        hub.read_tensors(str(tmp_path))
+        read(tmp_path)
 
 
 def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path, monkeypatch):
@@ -134,8 +160,11 @@ def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path, monke
     with pytest.raises(DuelError, match=r"needs code to be read \(Unsupported .*argparse\.Namespace") as error:
         scores(source)
     command = str(error.value).splitlines()[-1].strip()
+
     monkeypatch.chdir(result)
-    exec(shlex.split(command)[2], {})
+    _, _, code = shlex.split(command)
+    exec(code, {})
+
     assert [file.name for file in result.iterdir()] == ["weights.ckpt"]
     assert scores(result) == scores(result, average)
 
@@ -164,22 +193,26 @@ def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
         torch.save(content, file, _use_new_zipfile_serialization=form == "zip")
     if name == "shard":
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
+
     with pytest.raises(DuelError, match=r"\.(bin|ckpt) needs code to be read"):
         scores(folder)
     assert not trap.exists()
+
     pickle.loads(pickle.dumps(content))
     assert trap.exists()  # the trap is one
 
 
 def test_files_that_hold_no_tensors(tmp_path):
     with pytest.raises(DuelError, match=r"model\.safetensors, pytorch_model\.bin"):
-        hub.read_tensors(str(tmp_path))
+        read(tmp_path)
+
     file = tmp_path / "pytorch_model.bin"
     for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], 3, None):
         torch.save(content, file)
         with pytest.raises(DuelError, match=r"pytorch_model\.bin holds more than tensors"):
-            hub.read_tensors(str(tmp_path))
+            read(tmp_path)
     file.unlink()
+
     for name, save in (("last.ckpt", torch.save), ("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
         file = tmp_path / name
         save(TENSORS, file)
@@ -187,4 +220,4 @@ def test_files_that_hold_no_tensors(tmp_path):
         for wrong in (b"", whole[:-4], b"version https://git-lfs"):
             file.write_bytes(wrong)
             with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
-                hub.read_tensors(str(tmp_path))
+                read(tmp_path)

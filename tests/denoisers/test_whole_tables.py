@@ -26,8 +26,14 @@ def shown(value):
     if callable(value):
         return "a condition" if value.__name__ == "<lambda>" else value.__name__
     if isinstance(value, dict):
-        return "".join(f"\n        {key!r}: {shown(entry)}" for key, entry in value.items())
+        entries = [f"\n        {key!r}: {shown(entry)}" for key, entry in value.items()]
+        return "".join(entries)
     return repr(value)
+
+
+def lines_of(constants):
+    """Constants by name, a line each."""
+    return [f"{name}: {shown(value)}" for name, value in constants.items()]
 
 
 def fields_of(entry, default):
@@ -57,20 +63,41 @@ def test_families():
         "DiffusionGemma's steps": diffusion_gemma.STEPS,
         "DiffusionGemma refuses": [*diffusion_gemma.REFUSED, *sorted(diffusion_gemma.REFUSED_BY_DECODER)],
     }
-    lines += [f"\n{name}: {shown(value)}" for name, value in constants.items()]
+    for line in lines_of(constants):
+        lines += ["", line]
     check("families", lines)
 
 
 def test_our_own_dit():
-    names = ("DIT_NAMES", "UNIFORM", "GIDD", "DIT_LAYOUT", "DIT_SECTIONS", "DIT_TOKENIZER", "GEMMA", "MOVED")
-    names += ("MASKING", "REPLACING", "MIXED")
-    constants = {name: getattr(recognition, name, None) or getattr(checkpoint, name) for name in names}
-    constants["DIT_NAMES"] = sorted(constants["DIT_NAMES"])
-    names = ("GIDD_SIZES", "GIDD_MASK", "READ", "HARMLESS", "READ_BY_GIDD", "READ_OF_SECTIONS", "OTHER_SECTIONS")
-    constants |= {f"read: {name}": getattr(dit_checkpoint, name) for name in (*names, "REFUSED")}
-    names = ("PUBLISHED_BLOCK", "CLAMP", "ATTENTION", "NOISED", "FAMILIES", "IGNORED", "NOISE_EPS")
-    constants |= {f"run: {name}": getattr(dit, name) for name in names}
-    check("dit", [f"{name}: {shown(value)}" for name, value in constants.items()])
+    constants = {
+        "DIT_NAMES": sorted(recognition.DIT_NAMES),
+        "UNIFORM": recognition.UNIFORM,
+        "GIDD": recognition.GIDD,
+        "DIT_LAYOUT": recognition.DIT_LAYOUT,
+        "DIT_SECTIONS": recognition.DIT_SECTIONS,
+        "DIT_TOKENIZER": checkpoint.DIT_TOKENIZER,
+        "GEMMA": recognition.GEMMA,
+        "MOVED": checkpoint.MOVED,
+        "MASKING": recognition.MASKING,
+        "REPLACING": recognition.REPLACING,
+        "MIXED": recognition.MIXED,
+        "read: GIDD_SIZES": dit_checkpoint.GIDD_SIZES,
+        "read: GIDD_MASK": dit_checkpoint.GIDD_MASK,
+        "read: READ": dit_checkpoint.READ,
+        "read: HARMLESS": dit_checkpoint.HARMLESS,
+        "read: READ_BY_GIDD": dit_checkpoint.READ_BY_GIDD,
+        "read: READ_OF_SECTIONS": dit_checkpoint.READ_OF_SECTIONS,
+        "read: OTHER_SECTIONS": dit_checkpoint.OTHER_SECTIONS,
+        "read: REFUSED": dit_checkpoint.REFUSED,
+        "run: PUBLISHED_BLOCK": dit.PUBLISHED_BLOCK,
+        "run: CLAMP": dit.CLAMP,
+        "run: ATTENTION": dit.ATTENTION,
+        "run: NOISED": dit.NOISED,
+        "run: FAMILIES": dit.FAMILIES,
+        "run: IGNORED": dit.IGNORED,
+        "run: NOISE_EPS": dit.NOISE_EPS,
+    }
+    check("dit", lines_of(constants))
 
 
 def test_refused_checkpoints():
@@ -78,14 +105,15 @@ def test_refused_checkpoints():
     for entry in refused.ENTRIES:
         lines.append(f"{entry.checkpoint}: {shown(entry.classes)} {entry.named!r}")
         message = str(entry.error("a/checkpoint", "Class"))
-        assert message.startswith("a/checkpoint is a Class: ") and entry.why in message
+        assert message.startswith("a/checkpoint is a Class: ")
+        assert entry.why in message
         assert ("What works: " in message) == (entry.instead != refused.NOTHING)
     check("refused", lines)
 
 
-MOST = MAX_FACTOR
 VALUES = (None, "none", "None", "", "auto", "x", True, "false", -1, 0, "0", 1, 1.0, 1.5, 2, "1e3", 2**63 - 1, 2**63)
-VALUES += (0.5, 1e-20, 0.99e-20, MOST, 1.01 * MOST, "5+7", [7, 5, 7], (3,), "nan", "inf", "fp16", "torch.bfloat16")
+VALUES += (0.5, 1e-20, 0.99e-20, MAX_FACTOR, 1.01 * MAX_FACTOR)
+VALUES += ("5+7", [7, 5, 7], (3,), "nan", "inf", "fp16", "torch.bfloat16")
 
 
 def answer(function, *arguments):
@@ -102,10 +130,11 @@ def test_network_arguments_at_the_ends_of_their_ranges():
         lines += ["", f"{name}: {argument.kind.words} (default {argument.shown}, identity {argument.identity})"]
         for value in (*VALUES, *argument.kind.choices):
             result = answer(argument.read, name, value)
-            if result != "refused" and result != repr(str(value)):
+            if result == "refused":
+                if name in ("block", "max_length", "temperature", "cfg_scale", "top_p"):
+                    lines.append(f"    {value!r} is refused")
+            elif result != repr(str(value)):
                 lines.append(f"    {value!r} -> {result}")
-            elif result == "refused" and name in ("block", "max_length", "temperature", "cfg_scale", "top_p"):
-                lines.append(f"    {value!r} is refused")
     for name, (meant, value_of) in ALIASES.items():
         lines += ["", f"{name}, as {meant}:"]
         lines += [f"    {value!r} -> {answer(value_of, name, value)}" for value in (True, "false")]
@@ -113,12 +142,16 @@ def test_network_arguments_at_the_ends_of_their_ranges():
 
 
 def test_a_tokenizer_comes_from_the_first_name_that_is_given():
-    names = ("tokenizer", "pretrained", "model")
-    given = {name: name.upper() for name in names}
-    for n, name in enumerate(names):
-        later = {key: given[key] for key in names[n:]}
-        revision = "main" if name == "tokenizer" else "abc"
-        assert tokenizer_source({**later, "revision": "abc"}) == (given[name], revision)
+    """The revision is that of the network, not of another tokenizer."""
+    arguments = {"tokenizer": "TOKENIZER", "pretrained": "PRETRAINED", "model": "MODEL", "revision": "abc"}
+    assert tokenizer_source(arguments) == ("TOKENIZER", "main")
+
+    del arguments["tokenizer"]
+    assert tokenizer_source(arguments) == ("PRETRAINED", "abc")
+
+    del arguments["pretrained"]
+    assert tokenizer_source(arguments) == ("MODEL", "abc")
+
     assert tokenizer_source({}) == ("demo-mdm", "main")
 
 

@@ -86,12 +86,15 @@ def test_a_rule_inside_sees_the_predictions_at_its_own_positions(reader, around)
     target = (0, 1, 2, 0, 1, 2, 2, 1)
     windows = [Window((1,), target), Window((), target[:5]), Window((2, 2), target[:7], (1,))]
     own = DuelEstimator(toy, f"test_around:Own:reader={reader}{around}", 8, grid="row")
-    expected = DuelEstimator(toy, f"greedy:k=1{around}", 8, grid="row").log_prob(windows)
+    built_in = DuelEstimator(toy, f"greedy:k=1{around}", 8, grid="row")
+
     together = own.log_prob(windows)
-    alone = [own.log_prob([window])[0] for window in windows]
-    for scores in (together, alone):
-        assert [score.reveal_steps for score in scores] == [score.reveal_steps for score in expected]
-        assert [score.log_prob for score in scores] == pytest.approx([s.log_prob for s in expected], abs=1e-9)
+
+    for window, in_batch, expected in zip(windows, together, built_in.log_prob(windows), strict=True):
+        [alone] = own.log_prob([window])
+        for score in (in_batch, alone):
+            assert score.reveal_steps == expected.reveal_steps
+            assert score.log_prob == pytest.approx(expected.log_prob, abs=1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,23 +107,25 @@ class Chance(rules.Rule):
     calls: ClassVar = itertools.count()
 
     def __call__(self, predictions, lanes):
+        count, width = lanes.masked.shape
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
         if self.how == "global":
-            score = torch.rand(lanes.masked.shape)
+            score = torch.rand(count, width)
         elif self.how == "seeded":  # the same for the same batch, another one for a lane alone
-            score = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0))
-        elif self.how == "batch":
-            score = predictions.confidence * (1 - 2 * (torch.arange(len(lanes)) % 2))[:, None]
+            score = torch.rand(count, width, generator=torch.Generator().manual_seed(0))
+        elif self.how == "batch":  # the least confident position in every other lane
+            sign = 1 - 2 * (torch.arange(count) % 2)
+            score = predictions.confidence * sign[:, None]
         elif self.how == "width":
-            score = predictions.confidence * ((torch.arange(lanes.masked.shape[1]) == lanes.masked.shape[1] - 4) * 9)
+            is_fourth_from_the_end = torch.arange(width) == width - 4
+            score = predictions.confidence * (is_fourth_from_the_end * 9)
         elif self.how == "memory":
-            now = rules.Decision(lanes.masked & (lanes.masked.cumsum(1) == 1))
-            return now._replace(memory=(torch.full(lanes.masked.shape, next(self.calls)),))
+            return rules.Decision(first, memory=(torch.full((count, width), next(self.calls)),))
         elif self.how == "array":
             return lanes.masked.numpy()
         elif self.how == "device":
             return lanes.masked.to("meta")
         elif self.how == "lanes":
-            first = lanes.masked & (lanes.masked.cumsum(1) == 1)
             lanes.tokens[first] = 0
             return first
         pick = lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
@@ -130,19 +135,31 @@ class Chance(rules.Rule):
 @pytest.mark.parametrize(
     ("how", "around"),
     [
-        *((how, "") for how in ("global", "seeded", "batch", "width", "memory", "lanes", "array", "device")),
-        *(("batch", ":sub_block=3"), ("lanes", ":seed_first=true"), ("memory", ":sub_block=3")),
+        ("global", ""),
+        ("seeded", ""),
+        ("batch", ""),
+        ("width", ""),
+        ("memory", ""),
+        ("lanes", ""),
+        ("array", ""),
+        ("device", ""),
+        ("batch", ":sub_block=3"),
+        ("lanes", ":seed_first=true"),
+        ("memory", ":sub_block=3"),
     ],
 )
 def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
+    toy = Toy(length=8)
     windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
+    duel = DuelEstimator(toy, rules.parse(f"test_around:Chance:how={how}{around}"), 6)
+
     with pytest.raises(DuelError, match=f"(?i)rule test_around:Chance:how={how}\\b"):
-        DuelEstimator(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
+        duel.log_prob(windows)
     if how == "global" and not around:
         with pytest.raises(DuelError, match="not deterministic"):
-            Lattice(Toy(length=8), 3, LatticeArguments([Chance()])).log_prob(windows)
+            Lattice(toy, 3, LatticeArguments([Chance()])).log_prob(windows)
         with pytest.raises(DuelError, match="not deterministic"):
-            DuelEstimator(Toy(length=8), Chance(), 6).sample([(1,)], 6)
+            DuelEstimator(toy, Chance(), 6).sample([(1,)], 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +176,18 @@ class Sometimes(Own):
 
 def test_a_rule_that_is_random_now_and_then_is_found():
     torch.manual_seed(0)
-    found = 0
     toy = Toy(length=12)
     windows = [Window((), tuple(torch.randint(3, (12,)).tolist())) for _ in range(30)]
+
+    refused_runs = 0
     for seed in range(6):
         Sometimes.chance.seed(seed)
         try:
             DuelEstimator(toy, Sometimes(), 12, batch_size=1).log_prob(windows)
         except InconsistentOutput as error:
-            found += "Window" in str(error)
-    assert found >= 5
+            refused_runs += "Window" in str(error)
+
+    assert refused_runs >= 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +214,9 @@ def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
         coarse = True
 
     duel = DuelEstimator(Coarse(length=8), Chance("batch"), 8)
-    assert len(duel.log_prob([Window((), (n, 0, 1, 2, 0, 1, 2, n)) for n in range(3)])) == 3
+    windows = [Window((), (n, 0, 1, 2, 0, 1, 2, n)) for n in range(3)]
+
+    assert len(duel.log_prob(windows)) == 3
     assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
 
 
@@ -203,9 +224,11 @@ def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
 def test_without_a_margin_a_lane_alone_may_be_a_near_tie(how, caplog):
     windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
     duel = DuelEstimator(Toy(length=8), Chance(how, margin=False), 6)
+
     assert len(duel.log_prob(windows)) == 3
     assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
     assert "decided otherwise" in caplog.text
+
     with pytest.raises(InconsistentOutput):
         DuelEstimator(Toy(length=8), Chance(margin=False), 6).log_prob(windows)
 
@@ -215,16 +238,19 @@ class ReadsRow(Own):
     """A rule that prefers late positions in windows with odd numbers."""
 
     def __call__(self, predictions, lanes):
-        odd = (lanes.row % 2 == 1)[:, None]
-        score = torch.where(odd, torch.arange(lanes.masked.shape[1]).double(), predictions.confidence)
+        is_odd = (lanes.row % 2 == 1)[:, None]
+        positions = torch.arange(lanes.masked.shape[1]).double()
+        score = torch.where(is_odd, positions, predictions.confidence)
         return lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
 
 
 def test_a_rule_does_not_know_the_number_of_a_window():
     windows = [Window((), tuple(torch.randint(3, (8,)).tolist())) for _ in range(6)]
     duel = DuelEstimator(Toy(), ReadsRow(), 8)
-    alone = [duel.log_prob([window])[0].log_prob for window in windows]
-    assert [score.log_prob for score in duel.log_prob(windows)] == pytest.approx(alone, abs=1e-9)
+
+    for window, in_batch in zip(windows, duel.log_prob(windows), strict=True):
+        [alone] = duel.log_prob([window])
+        assert in_batch.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +267,11 @@ class Counts(Own):
 
 
 def test_a_rule_that_counts_its_calls_is_found_at_the_end_of_a_run():
+    duel = DuelEstimator(Toy(length=12), Counts(), 12)
+    windows = [Window((), (0,) * 12), Window((), (1,) * 12)]
+
     with pytest.raises(InconsistentOutput):
-        DuelEstimator(Toy(length=12), Counts(), 12).log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
+        duel.log_prob(windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,12 +312,17 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_the_call_that_is_repeated_at_the_end_of_a_run_is_its_last(run):
+    duel = Duel(Toy(length=12), CountsNearTheEnd(), 12)
+
     with pytest.raises(InconsistentOutput):
-        run(Duel(Toy(length=12), CountsNearTheEnd(), 12), [Window((), (0,) * 12)])
+        run(duel, [Window((), (0,) * 12)])
 
 
 def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
     duel = DuelEstimator(Toy(length=12), Own(), 12)
+
     duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
-    assert duel.counts.decisions == 11 and duel.counts.decisions_checked == 8 + 1
+
+    assert duel.counts.decisions == 11
+    assert duel.counts.decisions_checked == 8 + 1
     assert abs(total(duel, 3) - 1) < 1e-9

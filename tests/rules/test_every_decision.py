@@ -13,14 +13,29 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 
 MORE = (
-    *("left_to_right:k=2:seed_first=true", "greedy:k=2:sub_block=3", "entropy:k=9", "margin:k=2:seed_first=true"),
-    *("klass:mu=0.5:nu=0.05:kl=authors:across=true", "klass:mu=0.4:nu=0.5:history=2:kl=authors:across=true"),
-    *("klass:mu=0.5:nu=0.02:history=2", "random:k=2:seed=3"),
-    *("dream:alg=maskgit_plus:steps=4", "dream:alg=confidence_threshold:steps=1:tau=0.7", "quota:steps=4"),
-    *("cumulative_quota:steps=5:tau=0.9", "threshold_until:mu=0.8:steps=2", "falling_threshold:mu=0.9:low=0.4:steps=2"),
-    *("factor:f=0.7:variant=b", "dinfer_threshold:mu=1.0", "hierarchy:low=0.6", "threshold_ref:mu=0.0:f=0.6"),
-    *("cumulative_error:mu=0.0", "cumulative_error:mu=0.02"),
-    *("high_or_topk:n=3:tau=0.7", "threshold_fixed:mu=0.3:n=3", "quota:steps=3:eos=conf:eos_id=1:eot_id=2"),
+    "left_to_right:k=2:seed_first=true",
+    "greedy:k=2:sub_block=3",
+    "entropy:k=9",
+    "margin:k=2:seed_first=true",
+    "klass:mu=0.5:nu=0.05:kl=authors:across=true",
+    "klass:mu=0.4:nu=0.5:history=2:kl=authors:across=true",
+    "klass:mu=0.5:nu=0.02:history=2",
+    "random:k=2:seed=3",
+    "dream:alg=maskgit_plus:steps=4",
+    "dream:alg=confidence_threshold:steps=1:tau=0.7",
+    "quota:steps=4",
+    "cumulative_quota:steps=5:tau=0.9",
+    "threshold_until:mu=0.8:steps=2",
+    "falling_threshold:mu=0.9:low=0.4:steps=2",
+    "factor:f=0.7:variant=b",
+    "dinfer_threshold:mu=1.0",
+    "hierarchy:low=0.6",
+    "threshold_ref:mu=0.0:f=0.6",
+    "cumulative_error:mu=0.0",
+    "cumulative_error:mu=0.02",
+    "high_or_topk:n=3:tau=0.7",
+    "threshold_fixed:mu=0.3:n=3",
+    "quota:steps=3:eos=conf:eos_id=1:eot_id=2",
 )
 EVERY = [*RULES, *AROUND, *MORE]
 STEPS = 3  # of a rule that depends on them
@@ -60,16 +75,18 @@ def predicted(logits, lanes):
 def decisions(text):
     """What a rule decides at each step, a line for each: the number of the lane, the picked positions, the margin."""
     rule = rules.parse(text)
-    each, lanes = made()
-    for step, logits in enumerate(each[: 1 if rule.state_only else STEPS]):
+    logits_of_steps, lanes = made()
+    steps = 1 if rule.state_only else STEPS
+    for step in range(steps):
         if not len(lanes):
             return
-        decision = rule(predicted(logits, lanes), lanes)
-        lines = []
-        for row, pick, margin in zip(lanes.row.tolist(), decision.pick, decision.decision_margin.tolist(), strict=True):
-            picked = "".join("x" if yes else "." for yes in pick.tolist())
-            lines.append(f"{row} {picked} {margin:.8g}")
-        yield f"step {step}: {' | '.join(lines)}"
+        decision = rule(predicted(logits_of_steps[step], lanes), lanes)
+        shown = []
+        for lane in range(len(lanes)):
+            picked = "".join("x" if yes else "." for yes in decision.pick[lane].tolist())
+            margin = float(decision.decision_margin[lane])
+            shown.append(f"{int(lanes.row[lane])} {picked} {margin:.8g}")
+        yield f"step {step}: {' | '.join(shown)}"
         lanes = lanes.reveal(decision.pick, torch.zeros_like(lanes.tokens), decision.memory)
         lanes = lanes.select(lanes.masked.any(1))
 
@@ -77,7 +94,8 @@ def decisions(text):
 def test_picks_and_margins_are_as_recorded():
     lines = []
     for text in EVERY:
-        lines += [text, *(f"    {line}" for line in decisions(text))]
+        lines.append(text)
+        lines += [f"    {line}" for line in decisions(text)]
     golden.check_lines(__file__, "decisions", lines, within=1e-6)
 
 
@@ -94,20 +112,29 @@ def test_the_number_of_steps_depends_on_the_text_only_if_the_rule_is_said_to_be_
         steps = set()
         while lanes.masked.any():
             logits = 3 * torch.randn(int(lanes.masked.sum()), TOKENS, generator=generator, dtype=torch.float64)
-            every = torch.arange(len(logits))
-            tie = torch.zeros(len(lanes), dtype=torch.bool)
-            decision = rule(Predictions(lanes.masked, tie, logits, every, torch.clone, excluded), lanes)
+            rows = torch.arange(len(logits))
+            all_mask = torch.zeros(len(lanes), dtype=torch.bool)
+            predictions = Predictions(lanes.masked, all_mask, logits, rows, torch.clone, excluded)
+            decision = rule(predictions, lanes)
             lanes = lanes.reveal(decision.pick, lanes.tokens.clamp(min=0), decision.memory)
             finished = ~lanes.masked.any(1)
-            steps |= {*lanes.step[finished].tolist()}
+            steps.update(lanes.step[finished].tolist())
             lanes = lanes.select(~finished)
         assert (len(steps) > 1) == rules.adaptive(text), (text, steps)
 
 
 NAMES = ("family", "sort_key", "adaptive", "without_defaults", "is_rule")
 TEXTS = (
-    *("greedy", "klass:mu=0.9:nu=0.1:history=1", "klass:mu=0.9:nu=0.1:history=2", "threshold:mu=0.9:sub_block=8"),
-    *("my_module:Mine:k=3", "mine.py:Mine", "greedy:k=x", "", "random:k=2:seed=0", "greedy:k=1:seed_first=True"),
+    "greedy",
+    "klass:mu=0.9:nu=0.1:history=1",
+    "klass:mu=0.9:nu=0.1:history=2",
+    "threshold:mu=0.9:sub_block=8",
+    "my_module:Mine:k=3",
+    "mine.py:Mine",
+    "greedy:k=x",
+    "",
+    "random:k=2:seed=0",
+    "greedy:k=1:seed_first=True",
 )
 
 

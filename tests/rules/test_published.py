@@ -24,23 +24,31 @@ def test_frequencies_are_counted(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "one.txt").write_text("a b a")
     (tmp_path / "two.jsonl").write_text('{"text": "c a"}\n')
+    texts = [str(tmp_path / "one.txt"), str(tmp_path / "two.jsonl")]
     out = tmp_path / "table.json"
     example = sys.modules[rules.find(PC).__module__]
-    texts = [str(tmp_path / name) for name in ("one.txt", "two.jsonl")]
+
     example.main(["--tokenizer", str(tmp_path), "--tasks", *texts, "--out", str(out)])
+
     a, b, c = tiny.tokenizer()("a b c", add_special_tokens=False)["input_ids"]
     assert example.read_table(str(out), None) == (5, {a: 3, b: 1, c: 1})
 
 
+def positions(pick):
+    """The positions of a pick (W,)."""
+    return set(pick.nonzero()[:, 0].tolist())
+
+
 def agrees(rule, reference, seed, lanes):
-    """Whether `rule` picks what `reference(p, masked)` picks in every lane."""
+    """Assert that `rule` picks what `reference(p, masked)` picks in every lane."""
     logits, masked = random_case(seed, lanes)
     picks = decided(rule, logits, masked).pick
     for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
-        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, lane), rule
+        assert positions(pick) == reference(p, lane), rule
 
 
-FEW, MANY = 40, 1000  # lanes of a plain and of a slow test
+FEW = 40  # lanes of a plain test
+MANY = 1000  # lanes of a slow one
 SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))]
 SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 
@@ -49,7 +57,8 @@ SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 def test_picks_are_those_of_the_authors(lanes):
     for text in STATE_ONLY:
         rule = rules.parse(text)
-        assert str(rule) == text and rule.state_only
+        assert str(rule) == text
+        assert rule.state_only
         agrees(text, functools.partial(published.pick, rule), lanes, lanes)
 
 
@@ -59,40 +68,39 @@ def test_a_falling_threshold_is_that_of_mlx_vlm(lanes):
         logits, masked = random_case(lanes + step, lanes)
         picks = decided(f"falling_threshold:mu=0.813:low=0.313:steps={steps}", logits, masked, step).pick
         for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
-            wanted = published.falling_threshold(p, lane, 0.813, 0.313, steps, step)
-            assert set(pick.nonzero()[:, 0].tolist()) == wanted
-
-
-def began_with(count):
-    """The memory of a schedule whose block began with `count` positions."""
-    return lambda masked: (torch.full(masked.shape, count),)
+            expected = published.falling_threshold(p, lane, 0.813, 0.313, steps, step)
+            assert positions(pick) == expected
 
 
 @pytest.mark.parametrize("lanes", SIZES)
 @pytest.mark.parametrize(("steps", "step"), [(1, 0), (3, 0), (3, 1), (3, 2), (7, 3), (20, 5)])
 def test_quotas_are_those_of_the_authors(steps, step, lanes, table):
-    ends = [2, 4]
+    def quota(p, masked, m):
+        return published.quota(p, masked, m, steps, step)
+
+    def quota_without_ends(p, masked, m):
+        return published.quota_without_ends(p, masked, m, steps, step, [2, 4])
+
+    def pc(p, masked, m, decay):
+        return published.pc(p, masked, m, steps, step, decay, 0.9, 20, {0: 9, 2: 3})
+
     cases = {
-        f"quota:steps={steps}": lambda p, masked, m: published.quota(p, masked, m, steps, step),
-        f"quota:steps={steps}:eos=conf:eos_id=2:eot_id=4": lambda p, masked, m: published.quota_without_ends(
-            p, masked, m, steps, step, ends
-        ),
-        f"{PC}:decay=0.25:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
-            p, masked, m, steps, step, 0.25, 0.9, 20, {0: 9, 2: 3}
-        ),
-        f"{PC}:decay=0.0:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
-            p, masked, m, steps, step, 0.0, 0.9, 20, {0: 9, 2: 3}
-        ),
+        f"quota:steps={steps}": quota,
+        f"quota:steps={steps}:eos=conf:eos_id=2:eot_id=4": quota_without_ends,
+        f"{PC}:decay=0.25:alpha=0.9:steps={steps}:table={table}": functools.partial(pc, decay=0.25),
+        f"{PC}:decay=0.0:alpha=0.9:steps={steps}:table={table}": functools.partial(pc, decay=0.0),
     }
+
     for text, reference in cases.items():
         if step == 0:
             agrees(text, lambda p, masked, at=reference: at(p, masked, int(masked.sum())), lanes, lanes // 2)
         for m in (7, 12):  # positions at the first step; a lane with fewer masked than are due loses them all
             logits, masked = random_case(lanes + m, lanes // 2)
-            picks = decided(text, logits, masked, step, began_with(m)(masked) if step else ()).pick
+            memory = (torch.full(masked.shape, m),) if step else ()
+            picks = decided(text, logits, masked, step, memory).pick
             for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
                 due = reference(p, lane, m if step else int(lane.sum()))
-                assert set(pick.nonzero()[:, 0].tolist()) == {position for position in due if lane[position]}
+                assert positions(pick) == due & positions(lane)
 
 
 def orders(toy, row, loop):
@@ -128,9 +136,12 @@ def dream_orders(p_of, length, alg, steps):
 def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
     toy = Toy(length=16, tokens=3)
     row = torch.arange(length) * 7 % 3
-    wanted, log_prob = orders(toy, row, lambda p_of: dream_orders(p_of, length, alg, steps))
+    expected, log_prob = orders(toy, row, lambda p_of: dream_orders(p_of, length, alg, steps))
+
     [scored] = Duel(toy, f"dream:alg={alg}:steps={steps}", None).log_prob([Window((), row.tolist())])
-    assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
+
+    assert scored.reveal_steps == expected
+    assert scored.log_prob == pytest.approx(log_prob, abs=1e-9)
 
 
 def fast_dllm_orders(p_of, length, block, steps):
@@ -153,14 +164,21 @@ def fast_dllm_orders(p_of, length, block, steps):
 
 @pytest.mark.parametrize(("block", "steps"), [(8, 8), (8, 5), (5, 3), (12, 24), (1, 2)])
 def test_dream_after_the_first_position_is_fast_dllms_block_sampler(block, steps):
+    """Their steps count on through the blocks; ours begin again in each."""
     toy = Toy(length=16, tokens=3)
     row = torch.arange(16 - 16 % block) * 5 % 3
-    wanted, log_prob = orders(toy, row, lambda p_of: fast_dllm_orders(p_of, len(row), block, steps))
+    all_steps, log_prob = orders(toy, row, lambda p_of: fast_dllm_orders(p_of, len(row), block, steps))
+    expected = []
+    for start in range(0, len(row), block):
+        of_block = all_steps[start : start + block]
+        ranked = sorted(set(of_block))
+        expected += [ranked.index(step) for step in of_block]
+
     rule = f"dream:alg=entropy:steps={steps}:seed_first=true"
     [scored] = Duel(toy, rule, block).log_prob([Window((), row.tolist())])
+
     assert scored.log_prob == pytest.approx(log_prob, abs=1e-9)
-    ranked = [sorted({*wanted[start : start + block]}) for start in range(0, len(row), block)]  # steps of each block
-    assert scored.reveal_steps == tuple(ranked[p // block].index(step) for p, step in enumerate(wanted))
+    assert scored.reveal_steps == tuple(expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -168,12 +186,15 @@ def test_dream_after_the_first_position_is_fast_dllms_block_sampler(block, steps
 def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
     toy = Toy(length=8, seed=seed)
     row = torch.arange(8) * (seed + 2) % 3
-    wanted, log_prob = orders(toy, row, lambda p_of: published.dream_threshold_orders(p_of, 8, steps, tau))
-    rule = f"dream:alg=confidence_threshold:steps={steps}:tau={tau}"
-    scored = Duel(toy, rule, None).log_prob([Window((), row.tolist())])[0]
-    assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
+    window = Window((), row.tolist())
+    expected, log_prob = orders(toy, row, lambda p_of: published.dream_threshold_orders(p_of, 8, steps, tau))
+
+    [scored] = Duel(toy, f"dream:alg=confidence_threshold:steps={steps}:tau={tau}", None).log_prob([window])
+
+    assert scored.reveal_steps == expected
+    assert scored.log_prob == pytest.approx(log_prob, abs=1e-9)
     with pytest.raises(DuelError, match="its steps divide"):
-        Duel(toy, rule.replace(f"steps={steps}", "steps=3"), None).log_prob([Window((), row.tolist())])
+        Duel(toy, f"dream:alg=confidence_threshold:steps=3:tau={tau}", None).log_prob([window])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -181,10 +202,13 @@ def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
 def test_klass_across_blocks_is_that_of_the_authors(block, mu, nu, history, seed):
     toy = Toy(length=12, seed=seed)
     row = torch.arange(12) * (seed + 2) % 3
-    wanted, log_prob = orders(toy, row, lambda p_of: published.klass_orders(p_of, 12, block, mu, nu, history))
+    expected, log_prob = orders(toy, row, lambda p_of: published.klass_orders(p_of, 12, block, mu, nu, history))
+
     duel = Duel(toy, KLASS.format(mu=mu, nu=nu, history=history), block)
-    scored = duel.log_prob([Window((), row.tolist())])[0]
-    assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
+    [scored] = duel.log_prob([Window((), row.tolist())])
+
+    assert scored.reveal_steps == expected
+    assert scored.log_prob == pytest.approx(log_prob, abs=1e-9)
 
 
 def test_a_history_across_blocks_is_refused_where_there_is_none():
@@ -205,7 +229,8 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
         def reveal(positions, log_p, step):
             for position in positions:
                 row[position] = target[position - len(context)]
-                steps[position], log_probs[position] = step, float(log_p[position, row[position]])
+                steps[position] = step
+                log_probs[position] = float(log_p[position, row[position]])
 
         def log_p():
             logits = toy.features(torch.tensor([row]), None)[0].masked_fill(toy.excluded, -math.inf)
@@ -215,15 +240,15 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
             reveal([start], log_p(), step)
             step += 1
         for left in range(start, end, sub_block):
-            while masked := [
-                position for position in range(left, min(left + sub_block, end)) if row[position] == toy.mask_id
-            ]:
+            inside = range(left, min(left + sub_block, end))
+            while masked := [position for position in inside if row[position] == toy.mask_id]:
                 now = log_p()
                 top = now.exp().amax(1)
                 most = max(masked, key=lambda position: top[position])
                 reveal([position for position in masked if top[position] > tau or position == most], now, step)
                 step += 1
-    return tuple(steps[position] for position in sorted(steps)), [log_probs[position] for position in sorted(steps)]
+    in_order = sorted(steps)
+    return tuple(steps[position] for position in in_order), [log_probs[position] for position in in_order]
 
 
 def test_the_loop_of_fast_dllm_v2():
@@ -233,20 +258,28 @@ def test_the_loop_of_fast_dllm_v2():
     for known, seed in itertools.product(range(6), range(2)):
         row = torch.randint(3, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
         window = Window(row[:known], row[known:])
-        scored = Duel(toy, rule, 4, "row").log_prob([window])[0]
         steps, log_probs = fast_dllm_v2(toy, row[:known], row[known:], 4, 2, 0.6)
-        assert scored.reveal_steps == steps and scored.token_logprobs == pytest.approx(log_probs, abs=1e-9)
+
+        [scored] = Duel(toy, rule, 4, "row").log_prob([window])
+
+        assert scored.reveal_steps == steps
+        assert scored.token_logprobs == pytest.approx(log_probs, abs=1e-9)
 
 
 @pytest.mark.parametrize("history", [1, 2])
 def test_klass_over_a_whole_target(history):
-    found = set()
+    rule = f"klass:mu=0.4:nu=0.05:history={history}"
+    window = Window((1,), (0, 2, 1, 1, 2, 0, 0, 1))
+    different_orders = set()
     for seed in range(12):
         toy = Toy(length=10, seed=seed, scale=1.0)
-        rule = f"klass:mu=0.4:nu=0.05:history={history}"
-        window = Window((1,), (0, 2, 1, 1, 2, 0, 0, 1))
-        network = lambda ids: toy.features(ids[None], None)[0]  # noqa: B023, E731
+
+        def network(ids, toy=toy):
+            return toy.features(ids[None], None)[0]
+
         _, steps, *_ = textbook.score(network, toy.mask_id, toy.excluded, rules.parse(rule), None, window)
-        assert Duel(toy, rule, None).log_prob([window])[0].reveal_steps == steps
-        found.add(steps)
-    assert len(found) > 6  # not from one end to the other
+
+        [scored] = Duel(toy, rule, None).log_prob([window])
+        assert scored.reveal_steps == steps
+        different_orders.add(steps)
+    assert len(different_orders) > 6  # not from one end to the other
