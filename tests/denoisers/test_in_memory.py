@@ -46,7 +46,7 @@ class Network(torch.nn.Module):
 
 
 def values(duel, windows=WINDOWS):
-    return [scored.log_prob for scored in duel.log_prob(windows)]
+    return [score.log_prob for score in duel.log_prob(windows)]
 
 
 # ---------------------------------------------------------------- the same numbers
@@ -54,39 +54,51 @@ def values(duel, windows=WINDOWS):
 
 def test_a_masked_lm_gives_the_numbers_of_its_checkpoint(tmp_path):
     path = tiny.checkpoint(tmp_path, "bert")
-    disk = Duel.from_pretrained(path, device="cpu", block=3)
-    memory = Duel.from_model(bert(), tiny.tokenizer(), block=3)
-    assert values(memory) == close_nats(values(disk))
     texts = ["the a b of c", "a of the"]
-    assert [score.log_prob for score in memory.score(texts)] == close_nats([one.log_prob for one in disk.score(texts)])
-    assert memory.denoiser.splits_head and memory.denoiser.honours_padding
-    differ = {key for key in disk.spec if disk.spec[key] != memory.spec[key]}
-    assert differ == {"denoiser", "weights"}
-    generated = [duel.generate(["the a"], max_new_tokens=4, do_sample=True)[0].text for duel in (memory, disk)]
-    assert generated[0] == generated[1]
+    disk = Duel.from_pretrained(path, device="cpu", block=3)
+
+    memory = Duel.from_model(bert(), tiny.tokenizer(), block=3)
+
+    assert values(memory) == close_nats(values(disk))
+    for score, expected in zip(memory.score(texts), disk.score(texts), strict=True):
+        assert score.log_prob == close_nats(expected.log_prob, 1)
+    [generated] = memory.generate(["the a"], max_new_tokens=4, do_sample=True)
+    [expected] = disk.generate(["the a"], max_new_tokens=4, do_sample=True)
+    assert generated.text == expected.text
+
+    assert memory.denoiser.splits_head
+    assert memory.denoiser.honours_padding
+    different_entries = {key for key in disk.spec if disk.spec[key] != memory.spec[key]}
+    assert different_entries == {"denoiser", "weights"}
 
 
 @pytest.mark.parametrize("name", ["sdar", "dream", "llada", "own llada"])
 def test_a_decoder_gives_the_numbers_of_its_checkpoint(family, name):
     disk = family(name).denoiser
     windows = family(name).windows
+    block = disk.block or 4
     arguments = {"attention": disk.attention, "mask_token_id": disk.mask_id, "shift_logits": bool(disk.shift)}
-    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), block=disk.block or 4, **arguments)
-    assert values(memory, windows) == close_nats(values(Duel(disk, block=disk.block or 4), windows))
+
+    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), block=block, **arguments)
+
+    assert values(memory, windows) == close_nats(values(Duel(disk, block=block), windows))
     assert disk.model.training
     assert disk.family != "own code" or memory.denoiser.splits_head
 
 
 def test_a_function_is_a_denoiser():
+    """And so is a Denoiser."""
     toy = Toy(length=4)
-    plain = Duel(toy, rule="greedy", block=2)
-    arguments = {"mask_token_id": toy.mask_id, "max_length": 4, "block": 2}
-    duel = Duel.from_model(lambda ids, real: toy.features(ids, real), **arguments)
     windows = [Window((), ids) for ids in itertools.product(range(3), repeat=4)]
-    assert values(duel, windows) == pytest.approx(values(plain, windows), abs=1e-9)
-    assert math.fsum(map(math.exp, values(duel, windows))) == pytest.approx(1, abs=1e-12)
-    again = Duel.from_model(toy, block=2)  # a Denoiser
-    assert values(again, windows) == pytest.approx(values(plain, windows), abs=1e-9)
+    expected = values(Duel(toy, rule="greedy", block=2), windows)
+
+    arguments = {"mask_token_id": toy.mask_id, "max_length": 4, "block": 2}
+    of_function = values(Duel.from_model(lambda ids, real: toy.features(ids, real), **arguments), windows)
+    of_denoiser = values(Duel.from_model(toy, block=2), windows)
+
+    assert of_function == pytest.approx(expected, abs=1e-9)
+    assert math.fsum(map(math.exp, of_function)) == pytest.approx(1, abs=1e-12)
+    assert of_denoiser == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(("lowest", "tested"), [(-1e6, True), (-math.inf, False)])
@@ -104,6 +116,7 @@ def test_a_function_that_copies_visible_tokens(lowest, tested):
     arguments = {**FUNCTION, "block": 4, "module": network}
     duel = Duel.from_model(function, **arguments, self_tests=tested)
     assert not duel.denoiser.honours_padding
+
     padded.clear()
     expected = values(Duel.from_model(lambda ids, real: (network(ids, None), None), **arguments), SHORT)
     assert values(duel, SHORT) == close_nats(expected)
@@ -125,8 +138,12 @@ def test_a_module_with_the_arguments_of_transformers_and_no_config():
             return self.inside(input_ids, None if attention_mask is None else attention_mask.bool())
 
     duel = Duel.from_model(Named(), **FUNCTION, block=4)
-    assert values(duel, SHORT) == close_nats(values(Duel.from_model(network, **FUNCTION, block=4), SHORT))
-    assert duel.denoiser.honours_padding and {mask.dtype for mask in seen if mask is not None} == {torch.long}
+
+    expected = values(Duel.from_model(network, **FUNCTION, block=4), SHORT)
+    assert values(duel, SHORT) == close_nats(expected)
+    assert duel.denoiser.honours_padding
+    dtypes = {mask.dtype for mask in seen if mask is not None}
+    assert dtypes == {torch.long}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,9 @@ def test_a_decoder_that_is_trained_with_another_attention(attention, implementat
     arguments = {"mask_token_id": 4, "max_length": 32, "attention": attention, "block": 2}
     windows = [Window((1,), (5, 2, 7, 7)), Window((2,), (3, 3, 8, 5, 6, 7))]
     plain = values(Duel.from_model(model, **arguments), windows)
+
     model.config._attn_implementation = implementation
+
     assert values(Duel.from_model(model, **arguments), windows) == close_nats(plain)
     assert values(Duel.from_model(model, **arguments, self_tests=False), windows) == close_nats(plain)
     assert model.config._attn_implementation == implementation
@@ -151,21 +170,22 @@ def modes(model):
 
 
 def state():
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.random.get_rng_state().tolist(),
-    )
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "its dtype": torch.get_autocast_dtype("cpu"),
+        "random numbers": torch.random.get_rng_state().tolist(),
+    }
 
 
 def test_modes_gradients_autocast_and_random_numbers_are_as_before():
     model = bert()
     model.bert.encoder.layer[0].eval()  # frozen by its owner
     plain = values(Duel.from_model(tiny.network("bert"), tiny.tokenizer(), block=3))
-    before = modes(model)
-    assert {True, False} == set(before)
+    modes_before = modes(model)
+    assert {True, False} == set(modes_before)
+
     for context in (
         torch.enable_grad(),
         torch.no_grad(),
@@ -173,14 +193,17 @@ def test_modes_gradients_autocast_and_random_numbers_are_as_before():
         torch.autocast("cpu", torch.bfloat16),
     ):
         with context:
-            outside = state()
+            state_before = state()
             duel = Duel.from_model(model, tiny.tokenizer(), block=3)
             assert values(duel) == close_nats(plain)
             for _ in duel.stream(WINDOWS):
-                assert modes(model) == before  # between results, too: a training step may run here
-            assert state() == outside and modes(model) == before
+                assert modes(model) == modes_before  # between results, too: a training step may run here
+            assert state() == state_before
+            assert modes(model) == modes_before
+
     half = values(Duel.from_model(model, tiny.tokenizer(), block=3, autocast=torch.bfloat16))
-    assert half != plain and half == pytest.approx(plain, rel=0.1)
+    assert half != plain
+    assert half == pytest.approx(plain, rel=0.1)
 
 
 def test_an_error_in_the_network_leaves_it_as_it_was():
@@ -188,9 +211,12 @@ def test_an_error_in_the_network_leaves_it_as_it_was():
     duel = Duel.from_model(model, tiny.tokenizer(), block=3)
     handle = model.bert.encoder.layer[1].register_forward_hook(lambda *ignored: 1 / 0)
     before = state()
+
     with pytest.raises(ZeroDivisionError):
         duel.log_prob(WINDOWS)
-    assert state() == before and all(modes(model))
+
+    assert state() == before
+    assert all(modes(model))
     handle.remove()
     assert not model.get_output_embeddings()._forward_pre_hooks
 
@@ -204,12 +230,15 @@ def test_training_goes_on_after_scoring():
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     network(torch.tensor([[1, 2, 3]]), None).logsumexp(-1).sum().backward()
     optimizer.step()
-    assert values(duel, windows) != before, "the weights are the network's own"
+    [score] = duel.log_prob(windows)
+    assert [score.log_prob] != before, "the weights are the network's own"
+
     network.zero_grad()
-    log_probs = duel.differentiable(windows, [duel.log_prob(windows)[0].reveal_steps])
+    log_probs = duel.differentiable(windows, [score.reveal_steps])
     log_probs.sum().backward()
-    assert float(log_probs.detach().sum()) == close_nats(values(duel, windows)[0], 3)
-    assert all(parameter.grad is not None for parameter in network.parameters()) and network.training
+    assert float(log_probs.detach().sum()) == close_nats(score.log_prob, 3)
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    assert network.training
 
 
 # ---------------------------------------------------------------- wrapped networks
@@ -260,18 +289,24 @@ def test_wrapped_networks_give_the_numbers_of_those_inside(tmp_path):
 
 def test_the_spec_says_what_is_known_of_the_weights():
     model = bert()
-    memory, named, hashed = (
-        Duel.from_model(model, tiny.tokenizer(), weights=weights) for weights in (None, "run 7, step 20", "digest")
-    )
-    assert memory.spec["weights"] == "in memory" and named.spec["weights"] == "run 7, step 20"
+    in_memory = Duel.from_model(model, tiny.tokenizer())
+    named = Duel.from_model(model, tiny.tokenizer(), weights="run 7, step 20")
+    hashed = Duel.from_model(model, tiny.tokenizer(), weights="digest")
+    fingerprint = in_memory.fingerprint
+    assert len({fingerprint, named.fingerprint, hashed.fingerprint}) == 3
+    assert in_memory.spec["weights"] == "in memory"
+    assert in_memory.spec["denoiser"] == "BertForMaskedLM in memory"
+    assert in_memory.spec["dtype"] == "float32"
+    assert named.spec["weights"] == "run 7, step 20"
+
     first = hashed.spec["weights"]
-    fingerprints = {duel.fingerprint for duel in (memory, named, hashed)}
-    assert len(first) == 12 and len(fingerprints) == 3
+    assert len(first) == 12
     assert hashed.spec["weights"] == first
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[5, 0] += 1e-6
-    assert hashed.spec["weights"] != first and memory.fingerprint in fingerprints
-    assert memory.spec["denoiser"] == "BertForMaskedLM in memory" and memory.spec["dtype"] == "float32"
+    assert hashed.spec["weights"] != first
+    assert in_memory.fingerprint == fingerprint
+
     first = digest(model)
     model.config.use_cache = not model.config.use_cache
     assert digest(model) == first, "no number depends on it"

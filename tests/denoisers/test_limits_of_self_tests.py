@@ -49,11 +49,13 @@ class Sized(Toy):
 def test_a_row_is_tested_in_calls_of_the_positions_that_are_given(length, tokens):
     """Among at least three other rows."""
     toy = Sized(length=length)
-    self_tests.require_separate_rows(toy, "x", tokens)
     row = min(length, self_tests.LENGTH)
     count = max(4, tokens // row)
+
+    self_tests.require_separate_rows(toy, "x", tokens)
     assert toy.sizes == [(1, row), (1, row), (count, row), (count, row)]
     assert toy.separate_tokens == tokens
+
     self_tests.require_separate_rows(toy, "x", 1)
     assert toy.separate_tokens == tokens, "the larger call stays"
 
@@ -69,14 +71,19 @@ def test_larger_calls_are_tested_before_they_are_made(tested, asked, most, split
     toy = Sized(most)
     toy.splits_head = splits
     toy.separate_tokens = tested
+    larger = asked if splits else min(asked, 500)  # of four columns
+    while larger // 8 > most:
+        larger //= 2
+    expected = max(tested, larger) if tested else 0
+
     self_tests.cover(toy, asked)
-    wanted = asked if splits else min(asked, 500)  # of four columns
-    while wanted // 8 > most:
-        wanted //= 2
-    expected = max(tested, wanted) if tested else 0
+
     assert toy.separate_tokens == expected
     rows = [count for count, _ in toy.sizes if 1 < count <= most]
-    assert rows[-1:] == ([expected // 8] if tested and expected > tested else [])
+    if tested and expected > tested:
+        assert rows[-1] == expected // 8
+    else:
+        assert not rows
 
 
 # ---------------------------------------------------------------- tolerances
@@ -105,7 +112,9 @@ def test_padding_is_honoured_up_to_float_noise(off):
     for n, count in enumerate([1, 4, 7]):
         alone = self_tests.logits_of(toy, row[:, :count])[0]
         effects.append(self_tests.difference_of(alone, seen[n, :count]))
+
     toy.share = off * 1e-10 / max(effects)
+
     assert self_tests.honours_padding(toy) == (off < 1)
 
 
@@ -116,13 +125,17 @@ def test_rotary_frequencies(dtype, noise, off, where):
     frequencies = 500.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     module = torch.nn.Module()
     module.register_buffer("inv_freq", (frequencies * (1 + off * noise)).to(dtype))
-    config = SimpleNamespace(**{where: {"rope_theta": 500.0} if where == "rope_parameters" else 500.0})
+    config = SimpleNamespace(rope_theta=500.0)
+    if where == "rope_parameters":
+        config = SimpleNamespace(rope_parameters={"rope_theta": 500.0})
+
     if off < 1:
         self_tests.rotary_frequencies(module, config, "x")
     else:
         with pytest.raises(DuelError, match="500"):
             self_tests.rotary_frequencies(module, config, "x")
-        self_tests.rotary_frequencies(module, SimpleNamespace(rope_theta=500.0, rope_scaling={"type": "yarn"}), "x")
+        scaled = SimpleNamespace(rope_theta=500.0, rope_scaling={"type": "yarn"})
+        self_tests.rotary_frequencies(module, scaled, "x")
 
 
 @pytest.mark.parametrize("entries", [{"head_dim": 8}, {"head_dim": None}, {"partial_rotary_factor": 0.5}])
@@ -130,8 +143,11 @@ def test_plain_rotary_frequencies_by_hand(entries):
     config = SimpleNamespace(**{"rope_theta": 100.0, "hidden_size": 16, "num_attention_heads": 2, **entries})
     width = 4 if "partial_rotary_factor" in entries else 8
     expected = [100.0 ** -(2 * n / width) for n in range(width // 2)]
+
     frequencies, factor = own_code.plain_rope(config)
-    assert frequencies.tolist() == pytest.approx(expected, rel=1e-6) and factor == 1.0
+
+    assert frequencies.tolist() == pytest.approx(expected, rel=1e-6)
+    assert factor == 1.0
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default", "linear"])
@@ -176,42 +192,53 @@ def test_a_function_that_returns_probabilities_is_refused(kind):
             return logits.masked_fill(torch.arange(4) == 3, -math.inf).softmax(2)
         return logits.log_softmax(2) if kind == "log-probabilities" else logits
 
-    make = lambda: Duel.from_model(function, mask_token_id=3, max_length=4)  # noqa: E731
+    arguments = {"mask_token_id": 3, "max_length": 4}
     if kind.startswith("log"):
-        assert make().denoiser.vocab_size == 4
+        assert Duel.from_model(function, **arguments).denoiser.vocab_size == 4
     else:
         with pytest.raises(DuelError, match="probabilities"):
-            make()
+            Duel.from_model(function, **arguments)
 
 
 def test_a_digest_of_weights_reads_all_of_them():
     """Twelve digits; another for each parameter, buffer, dtype, name and entry of the config."""
 
-    def network(**changes):
+    def network(layers=1, dtype=None):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
         module.register_buffer("table", torch.arange(3.0), persistent=False)
-        module.config = SimpleNamespace(
-            to_dict=lambda: {"layers": changes.get("layers", 1), "dtype": changes.get("dtype")}
-        )
-        with torch.no_grad():
-            for name in changes.get("moved", ()):
-                dict([*module.named_parameters(), *module.named_buffers()])[name].add_(1)
+        module.config = SimpleNamespace(to_dict=lambda: {"layers": layers, "dtype": dtype})
         return module
 
+    def tensors(module):
+        return dict([*module.named_parameters(), *module.named_buffers()])
+
     first = digest(network())
-    assert len(first) == 12 and int(first, 16) >= 0
-    assert digest(network()) == digest(network(dtype="float16")) == first
-    names = [name for name, _ in (*network().named_parameters(), *network().named_buffers())]
-    others = [digest(network(moved=[name])) for name in names] + [digest(network(layers=2)), digest(network().double())]
-    assert len({first, *others}) == len(others) + 1 and "table" in names
+    assert len(first) == 12
+    assert int(first, 16) >= 0
+    assert digest(network()) == first
+    assert digest(network(dtype="float16")) == first
+
+    names = list(tensors(network()))
+    assert "table" in names
+    others = [digest(network(layers=2)), digest(network().double())]
+    for name in names:
+        changed = network()
+        with torch.no_grad():
+            tensors(changed)[name].add_(1)
+        others.append(digest(changed))
+    assert len({first, *others}) == len(others) + 1
 
 
 # ---------------------------------------------------------------- our own DiT by its config
 
 
 def unfilled(tmp_path, kind, tokenizer=None, **changes):
-    config = {key: value for key, value in {**dit_reference.CONFIGS[kind], **changes}.items() if value is not None}
+    """A network by a config with these changes; None: without that entry."""
+    config = {**dit_reference.CONFIGS[kind], **changes}
+    for name, value in changes.items():
+        if value is None:
+            del config[name]
     options = LoadOptions(str(tmp_path), torch.device("cpu"))
     return dit_checkpoint.unfilled(Checkpoint(options, config, tokenizer=tokenizer))
 
@@ -219,24 +246,30 @@ def unfilled(tmp_path, kind, tokenizer=None, **changes):
 def test_a_dit_by_its_config(tmp_path, caplog):
     assert unfilled(tmp_path, "mdlm", cond_dim=None).network.config.condition == 128
     assert unfilled(tmp_path, "mdlm").network.config.condition == dit_reference.CONDITION
+
     for block, family in ((4, "bd3lm"), (15, "bd3lm"), (16, "mdlm"), (17, "mdlm"), (None, "mdlm")):
         assert unfilled(tmp_path, "bd3lm", block_size=block).family == family
-    for t_eps, right in ((0.0, False), (1e-9, True), (0.499, True), (0.5, False)):
-        if right:
-            network = unfilled(tmp_path, "gidd", t_eps=t_eps, vocab_size=50300, mask_token_id=None)
-            assert network.t_eps == t_eps and network.mask_id == 50258
-        else:
-            with pytest.raises(DuelError, match="t_eps"):
-                unfilled(tmp_path, "gidd", t_eps=t_eps, vocab_size=50300)
+
+    for t_eps in (1e-9, 0.499):
+        network = unfilled(tmp_path, "gidd", t_eps=t_eps, vocab_size=50300, mask_token_id=None)
+        assert network.t_eps == t_eps
+        assert network.mask_id == 50258
+    for t_eps in (0.0, 0.5):
+        with pytest.raises(DuelError, match="t_eps"):
+            unfilled(tmp_path, "gidd", t_eps=t_eps, vocab_size=50300)
+
     assert unfilled(tmp_path, "gidd", vocab_size=50259).mask_id == 50258
     with pytest.raises(DuelError, match="mask_token_id="):
         unfilled(tmp_path, "gidd", vocab_size=50258)
     assert unfilled(tmp_path, "mdlm").mask_id == dit_reference.VOCABULARY - 1
     assert unfilled(tmp_path, "duo").mask_id is None
     assert not caplog.records
+
     (tmp_path / "duo-distilled").mkdir()
     unfilled(tmp_path / "duo-distilled", "duo")
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "duo-distilled" in caplog.text
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "duo-distilled" in caplog.text
 
 
 @pytest.mark.parametrize("bos", ["given", "official"])
@@ -249,29 +282,36 @@ def test_what_timed_networks_say_of_their_time(bos, tmp_path):
         path, _ = dit_reference.write(tmp_path, kind)
         if kind == "sedd":
             dit_reference.words(dit_reference.TOKENS).save_pretrained(path)
-        denoiser = dit_reference.denoisers.load(path, device="cpu", bos=bos)
-        assert denoiser.describe()[key] == text and denoiser.describe()["relative_positions"] is True
+        spec = dit_reference.denoisers.load(path, device="cpu", bos=bos).describe()
+        assert spec[key] == text
+        assert spec["relative_positions"] is True
         for file in tmp_path.iterdir():
             file.unlink()
+
     path, _ = dit_reference.write(tmp_path, "gidd-uniform")
     noised = dit_reference.denoisers.load(path, device="cpu")
-    assert noised.noise_training.note == "t in [0.05, 1 - 0.05]" and noised.describe()["relative_positions"] is False
+    assert noised.noise_training.note == "t in [0.05, 1 - 0.05]"
+    assert noised.describe()["relative_positions"] is False
 
 
 @pytest.mark.parametrize("bos", ["given", "official"])
 def test_the_masked_share_of_a_row(bos):
     """Of all of it; in the authors' way, of target and tail."""
     network = dit.SEDD.__new__(dit.SEDD)
-    for name, value in {"mask_id": 3, "bos": bos, "noise_training": None, "device": torch.device("cpu")}.items():
-        setattr(network, name, value)
+    network.mask_id = 3
+    network.bos = bos
+    network.noise_training = None
+    network.device = torch.device("cpu")
     windows = [Window((0, 1), (0, 1, 2, 0), (1,)), Window((), (0, 1, 2)), Window((0,), (0, 1), (2, 2), tail=2)]
     rows = Rows.from_windows(windows, network.device)
     view = dit.TimedView(network, rows, None)
     lanes = Lanes.fresh(rows, *torch.tensor([(0, 4, 2), (1, 0, 3), (2, 2, 1)]).unbind(1))
     _, shown, real = view._input(lanes)
-    masked = [2, 3, 3]  # the blocks in progress, what follows them in the target, and the tail
-    counted = [4, 3, 4] if bos == "official" else [7, 3, 7]
-    assert view.masked_share(lanes, shown, real).tolist() == [m / n for m, n in zip(masked, counted, strict=True)]
+
+    share = view.masked_share(lanes, shown, real)
+
+    # masked: the blocks in progress, what follows them in the target, and the tail
+    assert share.tolist() == ([2 / 4, 3 / 3, 3 / 4] if bos == "official" else [2 / 7, 3 / 3, 3 / 7])
 
 
 # ---------------------------------------------------------------- files
@@ -303,9 +343,13 @@ def test_every_shard_is_read(tmp_path):
     for name, tensor in tensors.items():
         save_file({name: tensor}, tmp_path / files[name])
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    found = hub.read_tensors(str(tmp_path))
-    assert hub.tensor_names(str(tmp_path)) == set(tensors) == set(found)
-    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+
+    read = hub.read_tensors(str(tmp_path))
+    assert read.keys() == tensors.keys()
+    assert hub.tensor_names(str(tmp_path)) == set(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].equal(tensor)
+
     (tmp_path / files["t14"]).unlink()
     with pytest.raises(DuelError, match="model-t14"):
         hub.read_tensors(str(tmp_path))

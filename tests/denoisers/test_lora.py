@@ -20,9 +20,10 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-LLADA_MODULES = [f"model.transformer.blocks.{n}.{name}" for n in range(LAYERS) for name in ("attn_out", "ff_out")]
 OWN = {"backend": "remote", "trust_remote_code": True}
-LLADA_MODULES.append("model.transformer.ff_out")  # the head
+LLADA_MODULES = ["model.transformer.ff_out"]  # the head
+for n in range(LAYERS):
+    LLADA_MODULES += [f"model.transformer.blocks.{n}.attn_out", f"model.transformer.blocks.{n}.ff_out"]
 
 
 def by_hand(tensors, path, scale):
@@ -39,28 +40,39 @@ def by_hand(tensors, path, scale):
 
 
 def base(folder, kind, tensors):
+    """A checkpoint of these tensors: native, or with code of its own."""
     folder.mkdir(exist_ok=True)
-    native = {"a2d-qwen3": QWEN3, "llama": {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
-    if kind in native:
-        return write(folder, "", "", tensors, native[kind])
-    code, name, config = {"llada": (LLADA, "LLaDAModelLM", LLADA_SIZE), "dream": (DREAM, "DreamModel", None)}[kind]
-    return write(folder, code, name, tensors, config)
+    if kind == "a2d-qwen3":
+        return write(folder, "", "", tensors, QWEN3)
+    if kind == "llama":
+        return write(folder, "", "", tensors, {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    if kind == "llada":
+        return write(folder, LLADA, "LLaDAModelLM", tensors, LLADA_SIZE)
+    return write(folder, DREAM, "DreamModel", tensors)
 
 
 def load(path, **options):
     return denoisers.load(path, device="cpu", **options)
 
 
-def equal(one, other):
+def logits(denoiser):
     ids = torch.randint(5, 34, (3, 13), generator=torch.Generator().manual_seed(5))
-    found = [denoiser.head(denoiser.features(ids, None).flatten(0, 1)) for denoiser in (one, other)]
-    return (found[0] - found[1]).abs().max() <= 1e-4
+    return denoiser.head(denoiser.features(ids, None).flatten(0, 1))
+
+
+def equal(one, other):
+    return (logits(one) - logits(other)).abs().max() <= 1e-4
 
 
 def patterned(name):
     """Entries of a config that give modules of this name other ranks and scales, and the scale of each module."""
     entries = {"rank_pattern": {name: 2}, "alpha_pattern": {f"1\\.(.*\\.)?{name}": 5}}
-    scale = lambda m: (5 if ".1." in m and m.endswith(name) else 6) / (2 if m.endswith(name) else 3)  # noqa: E731
+
+    def scale(module):
+        if not module.endswith(name):
+            return 6 / 3
+        return 5 / 2 if ".1." in module else 6 / 2
+
     return entries, {name: 2}, scale
 
 
@@ -81,28 +93,37 @@ def test_equals_weights_merged_by_hand(tmp_path, kind):
     plain = load(path, **options)
     lora = adapter(tmp_path / "lora", tensors, modules, ranks=ranks, **entries)
     adapted = load(path, peft=lora, **options)
-    right = load(base(tmp_path / "merged", kind, by_hand(tensors, lora, scale)), **options)
-    assert equal(adapted, right) and not equal(adapted, plain)
-    assert type(adapted.model).__name__ == type(right.model).__name__
+    merged = load(base(tmp_path / "merged", kind, by_hand(tensors, lora, scale)), **options)
+
+    assert equal(adapted, merged)
+    assert not equal(adapted, plain)
+    assert type(adapted.model).__name__ == type(merged.model).__name__
     assert not any(".lora_" in key for key in adapted.model.state_dict())
-    specs = [denoiser.describe() for denoiser in (plain, adapted)]
-    assert "peft" not in specs[0] and {**specs[1], "peft": None} == {**specs[0], "peft": None}
+
+    spec = adapted.describe()
+    digest = spec.pop("peft")
+    assert spec == plain.describe()
     if kind == "llada":
         simple = adapter(tmp_path / "simple", tensors, modules)
-        assert load(path, peft=simple).describe()["peft"] != specs[1]["peft"]
+        assert load(path, peft=simple).describe()["peft"] != digest
 
 
 def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind="dream"):
     """q, k, v and out of every layer; its folder's name tells what it is."""
     tensors = decoder(bias=True)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    modules = [f"model.layers.{n}.self_attn.{name}" for n in range(LAYERS) for name in names]
+    modules = []
+    for n in range(LAYERS):
+        modules += [f"model.layers.{n}.self_attn.{name}_proj" for name in "qkvo"]
     path = base(tmp_path / "base", kind, tensors)
     lora = adapter(tmp_path / f"D2F_{kind}_Lora", tensors, modules)
+
     adapted = load(path, peft=lora)
     assert f"is taken as d2f-{kind}" in caplog.text
-    found = (adapted.family, adapted.attention, adapted.anchor, adapted.block)
-    assert found == (f"d2f-{kind}", "block_causal", "target", 32)
+    assert adapted.family == f"d2f-{kind}"
+    assert adapted.attention == "block_causal"
+    assert adapted.anchor == "target"
+    assert adapted.block == 32
+
     merged = base(tmp_path / "merged", kind, by_hand(tensors, lora, lambda module: 6 / 3))
     right = load(merged, family=f"d2f-{kind}")
     window = [Window((6, 7), (9, 30, 12))]
@@ -113,14 +134,20 @@ def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind="dream"
 
 @pytest.mark.parametrize("options", [{}, OWN], ids=["native", "own code"])
 def test_a_tied_head_is_changed_alone(tmp_path, options):
-    tensors = decoder(bias=True, tied=True)
-    full = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    paths = [tmp_path / "base", tmp_path / "merged"]
-    lora = adapter(tmp_path / "lora", full, ["lm_head"])
-    for path, weights in zip(paths, (tensors, by_hand(full, lora, lambda module: 6 / 3)), strict=True):
-        path.mkdir()
-        write(path, DREAM, "DreamModel", weights, tie_word_embeddings=weights is tensors)
-    assert equal(load(str(paths[0]), peft=lora, **options), load(str(paths[1]), **options))
+    tied = decoder(bias=True, tied=True)
+    untied = {**tied, "lm_head.weight": tied["model.embed_tokens.weight"]}
+    lora = adapter(tmp_path / "lora", untied, ["lm_head"])
+    base_folder = tmp_path / "base"
+    base_folder.mkdir()
+    merged_folder = tmp_path / "merged"
+    merged_folder.mkdir()
+    write(base_folder, DREAM, "DreamModel", tied, tie_word_embeddings=True)
+    merged = by_hand(untied, lora, lambda module: 6 / 3)
+    write(merged_folder, DREAM, "DreamModel", merged, tie_word_embeddings=False)
+
+    adapted = load(str(base_folder), peft=lora, **options)
+
+    assert equal(adapted, load(str(merged_folder), **options))
 
 
 # ---------------------------------------------------------------- wrong adapters
@@ -132,29 +159,34 @@ def qwen3(tmp_path):
 
 
 def test_adapters_that_do_not_fit(tmp_path, qwen3, monkeypatch):
-    wide = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(16, 20)}
     good = decoder(norms=True)
-    lora = adapter(tmp_path / "lora", good, NATIVE_MODULES)
-    file = tmp_path / "lora" / "adapter_model.safetensors"
-    for name, path in {
+    wide = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(16, 20)}
+    adapters = {
         "another": adapter(tmp_path / "another", llada(), LLADA_MODULES),
         "wide": adapter(tmp_path / "wide", wide, ["model.layers.0.self_attn.q_proj"]),
         "no lora": adapter(tmp_path / "no lora", good, NATIVE_MODULES, peft_type="IA3"),
         "nowhere": str(tmp_path / "nowhere"),
-    }.items():
+    }
+    for name, path in adapters.items():
         with pytest.raises(DuelError, match=rf"adapter .*{name}|only LoRA"):
             load(qwen3, peft=path)
+
+    lora = adapter(tmp_path / "lora", good, NATIVE_MODULES)
+    file = tmp_path / "lora" / "adapter_model.safetensors"
     factors = load_file(file)
-    gone = f"{PREFIX}{NATIVE_MODULES[0]}.lora_B.weight"
-    weight = f"{PREFIX}model.norm.weight"  # peft would put it in the place of the network's own
-    extra = {f"{PREFIX}model.norm.bias": torch.ones(16)}
-    for words, tensors in (
-        ("1 unknown: .*norm.weight", {**factors, weight: torch.ones(16)}),
-        (f"1 missing: {gone}; 1 unknown: .*norm.bias", {k: v for k, v in factors.items() if k != gone} | extra),
+    missing = f"{PREFIX}{NATIVE_MODULES[0]}.lora_B.weight"
+    # peft would put the weight of a norm in the place of the network's own
+    with_a_norm = {**factors, f"{PREFIX}model.norm.weight": torch.ones(16)}
+    with_another_tensor = {**factors, f"{PREFIX}model.norm.bias": torch.ones(16)}
+    del with_another_tensor[missing]
+    for message, tensors in (
+        ("1 unknown: .*norm.weight", with_a_norm),
+        (f"1 missing: {missing}; 1 unknown: .*norm.bias", with_another_tensor),
     ):
         save_file(tensors, file, metadata={"format": "pt"})
-        with pytest.raises(DuelError, match=words):
+        with pytest.raises(DuelError, match=message):
             load(qwen3, peft=lora)
+
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DuelError, match="pip install peft"):
         load(qwen3, peft=lora)

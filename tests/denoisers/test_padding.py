@@ -26,8 +26,9 @@ RAGGED = [
 ]
 
 
-def agree(ones, others):
-    assert [one.log_prob for one in ones] == pytest.approx([other.log_prob for other in others], abs=1e-4)
+def agree(scores, expected):
+    for score, other in zip(scores, expected, strict=True):
+        assert score.log_prob == pytest.approx(other.log_prob, abs=1e-4)
 
 
 def test_a_small_leak_is_a_leak():
@@ -48,23 +49,30 @@ def test_esm_needs_a_visible_token(family, tmp_path):
     denoiser = family("esm-2").denoiser
     path = family("esm-2").path
     windows = [Window((0, 6), (7, 9, 12, 8, 15, 5), (2,)), Window((0,), (10, 9), (2,)), Window((), (17,), (2,))]
-    alone = [Elbo(denoiser, ElboArguments(4), batch_size=1).log_prob([window])[0] for window in windows]
+    one_row_a_call = Elbo(denoiser, ElboArguments(4), batch_size=1)
+    alone = [one_row_a_call.log_prob([window])[0] for window in windows]
     agree(Elbo(denoiser, ElboArguments(4), batch_size=8).log_prob(windows), alone)
+
     duel = DuelEstimator(denoiser, "greedy", 4)
-    for number, refused in (
-        (1, lambda: duel.log_prob([Window((2,), (5, 6)), Window((), (5, 6))])),
-        (0, lambda: Elbo(denoiser).log_prob([Window((), (5, 6))])),
-        (0, lambda: duel.sample([()], 4)),
-    ):
-        with pytest.raises(DuelError, match=f"^Window {number} .*bos=none"):
-            refused()
+    shows_nothing = Window((), (5, 6))
+    with pytest.raises(DuelError, match=r"^Window 1 .*bos=none"):
+        duel.log_prob([Window((2,), (5, 6)), shows_nothing])
+    with pytest.raises(DuelError, match=r"^Window 0 .*bos=none"):
+        Elbo(denoiser).log_prob([shows_nothing])
+    with pytest.raises(DuelError, match=r"^Window 0 .*bos=none"):
+        duel.sample([()], 4)
     duel.log_prob([Window((), ())])
-    for guided in (lambda: denoisers.load(path, device="cpu", cfg_scale=0.5), lambda: Guided(denoiser, 0.5)):
-        with pytest.raises(DuelError, match="cfg_scale"):
-            guided()
-    plain = denoisers.load(written(tmp_path, "esm-2", {"token_dropout": False})[0], device="cpu")
-    assert not plain.needs_visible and plain.relative_positions
-    DuelEstimator(plain, "greedy", 4).log_prob([Window((), (5, 6))])
+
+    with pytest.raises(DuelError, match="cfg_scale"):
+        denoisers.load(path, device="cpu", cfg_scale=0.5)
+    with pytest.raises(DuelError, match="cfg_scale"):
+        Guided(denoiser, 0.5)
+
+    path, _ = written(tmp_path, "esm-2", {"token_dropout": False})
+    plain = denoisers.load(path, device="cpu")
+    assert not plain.needs_visible
+    assert plain.relative_positions
+    DuelEstimator(plain, "greedy", 4).log_prob([shows_nothing])
 
 
 # ---------------------------------------------------------------- networks that change, or are no function
@@ -73,14 +81,18 @@ def test_esm_needs_a_visible_token(family, tmp_path):
 def test_bigbird_is_scored_with_full_attention_at_every_length(tmp_path, caplog):
     path = tiny.checkpoint(tmp_path, "bigbird")
     denoiser = denoisers.load(path, device="cpu")
-    assert "block-sparse" in caplog.text and "original_full" in denoiser.describe()["attention_type"]
+    assert "block-sparse" in caplog.text
+    assert "original_full" in denoiser.describe()["attention_type"]
+
     long = Window((2,), tuple(range(5, 29)), (3,))
-    first = DuelEstimator(denoiser, "greedy", 4).log_prob([long])[0]
+    before = DuelEstimator(denoiser, "greedy", 4).log_prob([long])
     DuelEstimator(denoiser, "greedy", 4).log_prob([Window((2,), (5,))])
-    assert DuelEstimator(denoiser, "greedy", 4).log_prob([long])[0] == first
+    assert DuelEstimator(denoiser, "greedy", 4).log_prob([long]) == before
+
     caplog.clear()
     short = denoisers.load(path, device="cpu", max_length=14)
-    assert "attention_type" not in short.describe() and "block-sparse" not in caplog.text
+    assert "attention_type" not in short.describe()
+    assert "block-sparse" not in caplog.text
 
 
 def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path):
@@ -157,7 +169,8 @@ def crowd(rows):
 
 
 def minus_mean(ids, real):
-    return (logits := Experts()(ids, real)) - logits.mean((0, 1), keepdim=True)
+    logits = Experts()(ids, real)
+    return logits - logits.mean((0, 1), keepdim=True)
 
 
 @pytest.mark.row_checks
@@ -172,19 +185,24 @@ def test_networks_whose_rows_influence_each_other_are_refused():
     assert in_memory(crowd(256))  # 2048 tokens are 256 rows of 8
     with pytest.raises(DuelError, match="in a batch"):
         in_memory(crowd(256), batch_size=200)
+
     windows = [Window((), (0, 1, 2, 3, 5, 6, 7)), Window((2,), (7, 6, 5, 3, 2, 1))]
-    scorer = in_memory(Experts())  # without a capacity
-    agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])
+    duel = in_memory(Experts())  # without a capacity
+    alone = [duel.log_prob([window])[0] for window in windows]
+    agree(duel.log_prob(windows), alone)
 
 
 @pytest.mark.row_checks
 def test_batch_normalisation_in_training_mode_is_refused_and_its_statistics_stay():
     network = Normalised().train()
     before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+
     with pytest.raises(DuelError, match="in a batch"):
         in_memory(lambda ids, real: network(ids, real))
     in_memory(network)  # a module that is known runs in eval mode
-    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
+
+    for name, buffer in network.named_buffers():
+        assert torch.equal(buffer, before[name])
     assert network.norm.training
 
 
