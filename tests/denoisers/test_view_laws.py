@@ -57,19 +57,38 @@ class Subject(NamedTuple):
 
     def windows(self, block, grid):
         """The windows that have a value; other tokens for those that a network excludes."""
-        other = lambda ids: tuple(3 if self.network.excluded[token] else token for token in ids)  # noqa: E731
         for window in BLOCKWISE if self.network.block else WINDOWS:
-            whole = len(window.target) + (len(window.context) if grid == "row" else 0)
-            if len(window.context) >= self.seeded and not (window.tail and whole % (block or whole + 1)):
-                yield Window(other(window.context), other(window.target), other(window.suffix), window.tail)
+            if self.seeded and not window.context:
+                continue
+            if window.tail and not self._ends_on_a_border(window, block, grid):
+                continue
+            yield Window(
+                self._of_the_vocabulary(window.context),
+                self._of_the_vocabulary(window.target),
+                self._of_the_vocabulary(window.suffix),
+                window.tail,
+            )
+
+    def _ends_on_a_border(self, window, block, grid):
+        """Of blocks; there is none where the block is the whole target."""
+        whole = len(window.target) + (len(window.context) if grid == "row" else 0)
+        return block is not None and whole % block == 0
+
+    def _of_the_vocabulary(self, ids):
+        return tuple(3 if self.network.excluded[token] else token for token in ids)
 
 
 def whole_row(toy):
     """The network's own logits."""
-    return lambda window, block, grid: lambda ids: toy.head(toy.features(ids[None], None)[0]).roll(toy.shift, 0)
+
+    def logits(ids):
+        return toy.head(toy.features(ids[None], None)[0]).roll(toy.shift, 0)
+
+    return lambda window, block, grid: logits
 
 
 def cached(cache, **options):
+    """A network under a cache, and the states that stand still written out."""
     toy = Attends(length=10, **options)
     return Subject(Cached(toy, cache), lambda *where: reference(toy, toy.network, cache, *where))
 
@@ -78,12 +97,15 @@ def guided(toy, scale):
     """unconditional + (1 + scale) (conditional - unconditional); nothing is given in the unconditional row."""
 
     def logits_of(window, block, grid):
-        begin, end = len(window.context), window.length - len(window.suffix)
+        begin = len(window.context)
+        end = window.length - len(window.suffix)
 
         def both(ids):
             bare = ids.clone()
-            bare[:begin] = bare[end:] = toy.mask_id
-            conditional, unconditional = (toy.features(row[None], None)[0] for row in (ids, bare))
+            bare[:begin] = toy.mask_id
+            bare[end:] = toy.mask_id
+            conditional = toy.features(ids[None], None)[0]
+            unconditional = toy.features(bare[None], None)[0]
             return unconditional + (1 + scale) * (conditional - unconditional)
 
         return both
@@ -92,13 +114,20 @@ def guided(toy, scale):
 
 
 def causal_prefix(first_token, last_block="fill"):
+    """A causal prefix up to the block of the first mask, and bidirectional attention in it."""
     toy = CausalPrefix(first_token, length=14)
     toy.last_block = last_block
 
     def logits_of(window, block, grid):
         origin = len(window.context)
-        begin = lambda ids: origin + (ids.index(toy.mask_id, origin) - origin) // 2 * 2  # noqa: E731
-        return lambda ids: toy.logits(ids.tolist(), begin(ids.tolist()))
+
+        def logits(ids):
+            row = ids.tolist()
+            first_mask = row.index(toy.mask_id, origin)
+            block_start = origin + (first_mask - origin) // 2 * 2
+            return toy.logits(row, block_start)
+
+        return logits
 
     return Subject(toy, logits_of)
 
@@ -149,15 +178,21 @@ def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
     parsed = rules.SeedFirst(parsed) if subject.seeded else parsed
     for block, grid in subject.shapes:
         windows = list(subject.windows(block, grid))
-        wanted = [
-            score(
+        by_the_textbook = []
+        for window in windows:
+            expected = score(
                 subject.logits(window, block, grid),
-                *(network.mask_id, network.excluded, parsed, block, window, grid.replace("auto", "target")),
+                network.mask_id,
+                network.excluded,
+                parsed,
+                block,
+                window,
+                "target" if grid == "auto" else grid,
                 tie_when_all_mask=network.relative_positions,
                 sees=network.last_block if network.block else None,
             )
-            for window in windows
-        ]
+            by_the_textbook.append(expected)
+
         calls = [(256, None)]
         if (block, grid) in ALONE:
             calls.append((3, 1))
@@ -167,39 +202,70 @@ def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
             monkeypatch.setattr(block_causal, "STRETCH", pieces)
             monkeypatch.setattr(block_causal, "CLEAN", pieces)
             duel = duel_of(name, rule, block, grid, batch_size=batch_size)
-            for scored, expected in zip(duel.log_prob(windows), wanted, strict=True):
+            for scored, expected in zip(duel.log_prob(windows), by_the_textbook, strict=True):
                 check(scored, expected, close)
+
+
+class Enumerated(NamedTuple):
+    """A case whose texts are all `length` long."""
+
+    block: int | None
+    grid: str
+    length: int
+    context: tuple = ()
+    suffix: tuple = ()
+    tail: int = 0
+
+
+ANY_SHAPE = [
+    Enumerated(2, "target", 4),
+    Enumerated(3, "row", 3, context=(0,), suffix=(2, 0)),
+    Enumerated(None, "target", 3, context=(2, 0), suffix=(2,)),
+    Enumerated(2, "target", 2, context=(0, 2), suffix=(2,), tail=2),
+]
+BY_BLOCKS = [  # of two
+    Enumerated(2, "auto", 4),
+    Enumerated(2, "auto", 3, context=(0, 2), suffix=(2,)),
+    Enumerated(2, "auto", 2, context=(0, 2), tail=2),
+]
 
 
 @pytest.mark.parametrize(("name", "rule"), slow_but(EACH, SUMMED))
 def test_sums_to_one_and_samples_are_scored_as_drawn(name, rule):
+    """Laws 1 and 2, with and without context, suffix and tail."""
     subject = SUBJECTS[name]
     network = subject.network
     within = 1e-6 if "tie" in name else 1e-9
-    cases = [(2, "target", 4, {}), (3, "row", 3, {"context": (0,), "suffix": (2, 0)})]
-    cases += [(None, "target", 3, {"context": (2, 0), "suffix": (2,)})]
-    cases += [(2, "target", 2, {"context": (0, 2), "suffix": (2,), "tail": 2})]
-    if network.block:
-        cases = [(2, "auto", 4, {}), (2, "auto", 3, {"context": (0, 2), "suffix": (2,)})]
-        cases += [(2, "auto", 2, {"context": (0, 2), "tail": 2})]
     tokens = (~network.excluded).nonzero()[:, 0].tolist()
-    for block, grid, length, more in cases:
-        if len(more.get("context", ())) < subject.seeded:
+    for case in BY_BLOCKS if network.block else ANY_SHAPE:
+        if subject.seeded and not case.context:
             continue
-        duel = duel_of(name, rule, block, grid)
-        rest = {"context": (), "suffix": (), "tail": 0, **more}
-        scored = duel.log_prob([Window(target=text, **rest) for text in itertools.product(tokens, repeat=length)])
-        assert math.fsum(math.exp(each.log_prob) for each in scored) == pytest.approx(1, abs=within)
-        contexts = [rest.pop("context")] * 3 + [(2,), (0, 2)] * (not network.block and not rest["tail"])
-        drawn = duel.sample(contexts, length, seed=3, suffixes=[rest["suffix"]] * len(contexts), tail=rest["tail"])
-        windows = [Window(context, each.tokens, **rest) for context, each in zip(contexts, drawn, strict=True)]
-        for one, other in zip(drawn, duel.log_prob(windows), strict=True):
-            assert (one.reveal_steps, one.nfe, one.is_greedy) == (other.reveal_steps, other.nfe, other.is_greedy)
-            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
+        duel = duel_of(name, rule, case.block, case.grid)
+
+        texts = itertools.product(tokens, repeat=case.length)
+        scores = duel.log_prob([Window(case.context, text, case.suffix, case.tail) for text in texts])
+        total = math.fsum(math.exp(score.log_prob) for score in scores)
+        assert total == pytest.approx(1, abs=within)
+
+        contexts = [case.context] * 3
+        if not network.block and not case.tail:
+            contexts += [(2,), (0, 2)]
+        suffixes = [case.suffix] * len(contexts)
+        drawn = duel.sample(contexts, case.length, seed=3, suffixes=suffixes, tail=case.tail)
+        as_drawn = []
+        for context, sample in zip(contexts, drawn, strict=True):
+            as_drawn.append(Window(context, sample.tokens, case.suffix, case.tail))
+        for sample, scored in zip(drawn, duel.log_prob(as_drawn), strict=True):
+            assert scored.reveal_steps == sample.reveal_steps
+            assert scored.nfe == sample.nfe
+            assert scored.is_greedy == sample.is_greedy
+            assert scored.token_logprobs == pytest.approx(sample.token_logprobs, abs=within)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_a_cache_is_another_distribution(cache):
-    networks = Attends(length=10), SUBJECTS[cache].network
-    plain, other = (Duel(network, "greedy", 3).log_prob(WINDOWS[:5]) for network in networks)
-    assert max(abs(one.log_prob - two.log_prob) for one, two in zip(plain, other, strict=True)) > 1e-3
+    plain = Duel(Attends(length=10), "greedy", 3).log_prob(WINDOWS[:5])
+    cached_scores = Duel(SUBJECTS[cache].network, "greedy", 3).log_prob(WINDOWS[:5])
+
+    differences = [abs(one.log_prob - two.log_prob) for one, two in zip(plain, cached_scores, strict=True)]
+    assert max(differences) > 1e-3

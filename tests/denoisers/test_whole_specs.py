@@ -63,9 +63,11 @@ def test_specs_of_networks_in_memory(caplog):
         if isinstance(network, str):
             network = tiny.network("bert").to(getattr(torch, network))
         duel = Duel.from_model(network, **arguments)
-        spec = {key: value for key, value in duel.spec.items() if key not in ("version", "tokenizer")}
-        lines += ["", f"{name}:", re.sub("fingerprint=[0-9a-f]{12}", "fingerprint=...", repr(duel))]
-        lines += [f"    {key}: {value}" for key, value in spec.items()]
+        shown = re.sub("fingerprint=[0-9a-f]{12}", "fingerprint=...", repr(duel))
+        lines += ["", f"{name}:", shown]
+        for key, value in duel.spec.items():
+            if key not in ("version", "tokenizer"):
+                lines.append(f"    {key}: {value}")
         network = duel.denoiser
         lines.append(
             f"    rows of {network.max_length}, published block {network.published_block}, coarse {network.coarse}"
@@ -87,23 +89,26 @@ def test_special_tokens_by_hand(bos, framed):
         words.bos_token = start
         words.sep_token = None
         words.eos_token = end
-        ids = {None: None, "c": 7, "d": 8}
         network = SimpleNamespace(bos=bos, appends_sep=appends, shift=shift)
-        prefix, suffix = ([2], [3] if appends else []) if framed else ([], [])
-        convention_of = bos
+
+        convention_of_text = bos
         if bos == "auto":
-            convention_of = "given" if framed else "none"
-        if convention_of in ("none", "first"):
-            prefix, suffix = [], []
-        elif not prefix:
-            first = [each for each in (ids[start], ids[end]) if each is not None]
-            if not first:
+            convention_of_text = "given" if framed else "none"
+        prefix = []
+        suffix = []
+        if convention_of_text not in ("none", "first"):
+            if framed:
+                prefix = [2]
+                suffix = [3] if appends else []
+            elif start or end:
+                prefix = [7] if start else [8]
+            else:
                 with pytest.raises(DuelError, match="tokenizer=" if shift else "bos=none"):
                     convention(words, network)
                 assert expected(network, words) is None
                 continue
-            prefix = first[:1]
-        assert convention(words, network) == (convention_of, prefix, suffix)
-        wanted = (tuple(prefix), tuple(suffix)) if convention_of == "given" else None
-        assert expected(network, words) == wanted
+
+        assert convention(words, network) == (convention_of_text, prefix, suffix)
+        seen = (tuple(prefix), tuple(suffix)) if convention_of_text == "given" else None
+        assert expected(network, words) == seen
     assert expected(SimpleNamespace(bos=bos), None) == (((), ()) if bos == "given" else None)

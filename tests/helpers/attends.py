@@ -30,7 +30,8 @@ class Layer(nn.Module):
         self.map = weight(width, width)
 
     def forward(self, x, seen, past):
-        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in (3 * x @ self.qkv).chunk(3, 2))
+        of_heads = (3 * x @ self.qkv).unflatten(2, (3, 2, -1))  # (R, L, 3, heads, d)
+        q, k, v = of_heads.transpose(1, 3).unbind(2)  # (R, heads, L, d) each
         own = k, v
         k, v = joined(past, k, v)
         mask = None if seen is None else seen[:, None]
@@ -98,32 +99,29 @@ def frozen_states(layers, states, frozen):
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for registered in hooks:
+            registered.remove()
 
 
 def reference(denoiser, layers, cache, window, block, grid="target"):
     """`logits_of` for textbook.score: the logits (L, V) of a row of this window under a cache."""
-    places = blocks(len(window.context), len(window.target), block, grid)
     origin = len(window.context)
+    spans = []  # of the blocks, without the context
+    for start, width in blocks(origin, len(window.target), block, grid):
+        spans.append((start, max(start, origin), start + width))
     mask = denoiser.mask_id
 
     @torch.inference_mode()
     def logits_of(ids):
-        own = [[c for c in range(start, start + width) if c >= origin] for start, width in places]
-        n = next(n for n, positions in enumerate(own) if (ids[positions] == mask).any())
-        start, width = places[n]
+        start, first, end = next(span for span in spans if (ids[span[1] : span[2]] == mask).any())
         column = torch.arange(len(ids))
-        frozen = column < start if cache == "prefix" else (column < start) | (column >= start + width)
-        began = ids.clone()
-        began[own[n]] = mask
+        frozen = column < start if cache == "prefix" else (column < start) | (column >= end)
+        at_the_start = ids.clone()
+        at_the_start[first:end] = mask
         states = []
         with frozen_states(layers, states, None):
-            features = denoiser.features(began[None], None)[0]
-        first = denoiser.head(features)
-        if (ids == began).all():
-            logits = first
-        else:
+            logits = denoiser.head(denoiser.features(at_the_start[None], None)[0])
+        if not torch.equal(ids, at_the_start):
             with frozen_states(layers, states, frozen):
                 logits = denoiser.head(denoiser.features(ids[None], None)[0])
         if denoiser.shift:

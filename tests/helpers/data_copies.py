@@ -37,36 +37,69 @@ def spaced(sentence):
 
 def wikitext():
     """A line a row, blank ones "" and others with a space before and one before the line's end."""
-    lines = [spaced(SENTENCES[line]) if isinstance(line, int) else line for line in WIKITEXT]
-    lines = [line.replace("1 ,250", "1 @,@ 250").replace("17.5", "17 @.@ 5").replace("-", " @-@ ") for line in lines]
-    return [{"text": f" {line} \n" if line else ""} for line in lines]
+    rows = []
+    for entry in WIKITEXT:
+        line = spaced(SENTENCES[entry]) if isinstance(entry, int) else entry
+        for typed, split in {"1 ,250": "1 @,@ 250", "17.5": "17 @.@ 5", "-": " @-@ "}.items():
+            line = line.replace(typed, split)
+        rows.append({"text": f" {line} \n" if line else ""})
+    return rows
+
+
+def wikitext_page(number):
+    """A page of WikiText in one text, with a number in its title."""
+    lines = "".join(row["text"] for row in wikitext())
+    return lines.replace("Harbour", f"Harbour {number}")
+
+
+def newswire(sentence):
+    """A sentence as the Penn Treebank has it: lower case, rare words <unk>, numbers N, no final mark."""
+    text = spaced(sentence).lower()
+    swaps = {" .": "", "did not": "did n't", "1 ,250": "N", "17.5": "N", "clerk": "<unk>", "harbour": "<unk>"}
+    for old, new in swaps.items():
+        text = text.replace(old, new)
+    return text
+
+
+def typed(sentence):
+    """Text with curly quotes and line breaks."""
+    return f"\N{LEFT DOUBLE QUOTATION MARK}{sentence}\N{RIGHT DOUBLE QUOTATION MARK}\n\n{sentence}"
+
+
+def web_page(number):
+    """Two paragraphs of three sentences."""
+    sentences = SENTENCES * 3
+    first = " ".join(sentences[number : number + 3])
+    second = " ".join(sentences[number + 3 : number + 6])
+    return f"{first}\n\n{second}"
+
+
+def article(sentence):
+    text = spaced(sentence)
+    return f"{text}\nIt cost $ 5 , he wrote ( @xcite ) . {text.lower()}"
 
 
 def records(name):
     """The rows of a data set, in its columns: texts with what its detokenizer looks for."""
-    if name.startswith("wikitext") and name != "wikitext2_pages":
-        return wikitext()
     if name == "wikitext2_pages":
-        lines = "".join(row["text"] for row in wikitext())
-        texts = [lines.replace("Harbour", f"Harbour {number}") for number in range(ROWS)]
-    elif name == "ptb":  # lower case, rare words <unk>, numbers N, no final mark
-        swaps = {" .": "", "did not": "did n't", "1 ,250": "N", "17.5": "N", "clerk": "<unk>", "harbour": "<unk>"}
-        texts = [spaced(sentence).lower() for sentence in SENTENCES]
-        for old, new in swaps.items():
-            texts = [text.replace(old, new) for text in texts]
-    elif name == "lambada":  # typed text with curly quotes and line breaks
-        texts = [f"\N{LEFT DOUBLE QUOTATION MARK}{s}\N{RIGHT DOUBLE QUOTATION MARK}\n\n{s}" for s in SENTENCES]
-    elif name.startswith("openwebtext"):  # pages of several paragraphs
-        parts = [[" ".join((SENTENCES * 3)[n + k : n + k + 3]) for k in (0, 3)] for n in range(ROWS)]
-        texts = ["\n\n".join(paragraphs) for paragraphs in parts]
+        texts = map(wikitext_page, range(ROWS))
+    elif name.startswith("wikitext"):
+        return wikitext()
+    elif name == "ptb":
+        texts = map(newswire, SENTENCES)
+    elif name == "lambada":
+        texts = map(typed, SENTENCES)
+    elif name.startswith("openwebtext"):
+        texts = map(web_page, range(ROWS))
     else:
-        texts = [f"{spaced(s)}\nIt cost $ 5 , he wrote ( @xcite ) . {spaced(s).lower()}" for s in SENTENCES]
+        texts = map(article, SENTENCES)
     return [dict.fromkeys(CORPORA[name].columns, text) for text in texts]
 
 
 def as_lines(file, records):
+    lines = [json.dumps(record) + "\n" for record in records]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
 
 
 def as_parquet(file, records):

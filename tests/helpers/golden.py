@@ -30,8 +30,10 @@ def check(file, text, within=1e-8):
         file.write_text(text, encoding="utf-8")
     wanted = file.read_text(encoding="utf-8")
     assert NUMBER.sub("#", text) == NUMBER.sub("#", wanted), file.name
-    pairs = zip(NUMBER.findall(text), NUMBER.findall(wanted), strict=True)
-    apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=within, abs_tol=NOISE)]
+    apart = []
+    for number, recorded in zip(NUMBER.findall(text), NUMBER.findall(wanted), strict=True):
+        if not math.isclose(float(number), float(recorded), rel_tol=within, abs_tol=NOISE):
+            apart.append((number, recorded))
     assert not apart, (file.name, apart)
 
 
@@ -55,7 +57,8 @@ def listed(name, value):
     defaults.
     """
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if _is_set(value, field)}
+        fields = [field for field in dataclasses.fields(value) if _is_set(value, field)]
+        value = {field.name: getattr(value, field.name) for field in fields}
     if not isinstance(value, dict):
         return [f"{name}: {_shown(value)}"]
     lines = [f"{name}:"]
@@ -75,7 +78,11 @@ def _is_set(record, field):
 def _shown(value):
     """A number in ten digits, numbers with spaces between them, and anything else as it is printed."""
     if isinstance(value, list | tuple):
-        return " ".join(f"({_shown(each)})" if isinstance(each, list | tuple) else _shown(each) for each in value)
+        parts = []
+        for part in value:
+            shown = _shown(part)
+            parts.append(f"({shown})" if isinstance(part, list | tuple) else shown)
+        return " ".join(parts)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, float):
@@ -118,12 +125,14 @@ def nudge_results(folder):
     """Nudge what was computed in the results files and samples below a folder, and in traces."""
     for file in folder.rglob("*.json*"):
         if file.suffix == ".jsonl":
-            lines = map(json.loads, file.read_text().splitlines())
-            file.write_text("".join(json.dumps(nudged(line)) + "\n" for line in lines))
+            records = map(json.loads, file.read_text().splitlines())
+            lines = [json.dumps(nudged(record)) + "\n" for record in records]
+            file.write_text("".join(lines))
         else:
             content = json.loads(file.read_text())
-            config = content["config"] | {"duel": nudged(content["config"]["duel"])}
-            file.write_text(json.dumps(content | {"results": nudged(content["results"]), "config": config}))
+            content["results"] = nudged(content["results"])
+            content["config"]["duel"] = nudged(content["config"]["duel"])
+            file.write_text(json.dumps(content))
 
 
 def nudge_functions(setattr=setattr, by=NUDGE):

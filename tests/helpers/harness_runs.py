@@ -32,7 +32,8 @@ def write_task(folder, name, texts):
     """The YAML file of a task of these texts."""
     data = folder / f"{name}.jsonl"
     file = folder / f"{name}.yaml"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    data.write_text("".join(lines))
     file.write_text(TASK.format(name=name, data=data))
     return str(file)
 
@@ -53,7 +54,8 @@ def read(folder, task):
     """The results JSON and the samples of a task."""
     (results,) = Path(folder).rglob("results_*.json")
     (samples,) = Path(folder).rglob(f"samples_{task}_*.jsonl")
-    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
+    lines = samples.read_text().splitlines()
+    return json.loads(results.read_text()), [json.loads(line) for line in lines]
 
 
 def evaluate(task, model_args, model="duel-mdm", metadata=None, folders=(), **options):
@@ -61,7 +63,8 @@ def evaluate(task, model_args, model="duel-mdm", metadata=None, folders=(), **op
 
     `task`: one name or several; `folders`: others with tasks.
     """
-    metadata = dict(pair.split("=", 1) for pair in model_args.split(",")) | (metadata or {})  # as the command line does
+    pairs = [pair.split("=", 1) for pair in model_args.split(",")]
+    metadata = {**dict(pairs), **(metadata or {})}  # as the command line does
     tasks = TaskManager(include_path=[task_folder(), *folders], include_defaults=False, metadata=metadata)
     return simple_evaluate(
         model=model,

@@ -21,9 +21,9 @@ NOISED = f"pretrained=demo-duo,estimator=duel_seeds,noise_seeds=2,{MODEL}"  # th
 def command(folder, model=MODEL):
     """A run that keeps what it has in `folder`."""
     args = f"{model},trace={folder / 't.jsonl'}"
-    said = ["--model_args", args, "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu", "--log_samples"]
-    kept = ["--output_path", str(folder), "--use_cache", str(folder / "c")]
-    return [sys.executable, "-m", "lm_eval_duel", "run", *said, *kept]
+    what = ["--model_args", args, "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu", "--log_samples"]
+    where = ["--output_path", str(folder), "--use_cache", str(folder / "c")]
+    return [sys.executable, "-m", "lm_eval_duel", "run", *what, *where]
 
 
 def start(folder, model=MODEL):
@@ -40,7 +40,9 @@ def kept(folder, begins=""):
     file = sqlite3.connect(path, timeout=60)
     try:
         keys = [key for (key,) in file.execute('SELECT key FROM "unnamed"')]
-        return sum(key.startswith(begins) if begins else " " not in key for key in keys)
+        if begins:
+            return sum(key.startswith(begins) for key in keys)
+        return sum(" " not in key for key in keys)
     except sqlite3.OperationalError:  # its table is not made yet
         return 0
     finally:
@@ -50,8 +52,11 @@ def kept(folder, begins=""):
 def documents(folder):
     """Nats by document, as the run that ended printed them."""
     (path,) = folder.glob("**/samples_sotu_*.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["doc_id"]: text_log_prob(line) for line in lines}
+    return {sample["doc_id"]: text_log_prob(sample) for sample in json_lines(path)}
+
+
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def values(folder):
@@ -66,15 +71,16 @@ def killed(folder, kills, model=MODEL, seed=0):
     chance = random.Random(seed)
     for _ in range(kills):
         run = start(folder, model)
-        found = kept(folder)
-        more = chance.randint(1, 2)
-        while kept(folder) < found + more:
+        enough = kept(folder) + chance.randint(1, 2)
+        while kept(folder) < enough:
             assert run.poll() is None, "it ended before it was killed: raise LIMIT"
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 1))
         run.send_signal(signal.SIGKILL)
         run.wait()
     assert start(folder, model).wait() == 0, (folder / "log.txt").read_text()[-3000:]
-    lines = [json.loads(line) for line in (folder / "t.jsonl").read_text().splitlines()[1:]]
+
+    _, *lines = json_lines(folder / "t.jsonl")
     times = Counter(line["doc"] for line in lines if line["window"] == 0)
-    return documents(folder), sum(count - 1 for count in times.values())
+    traced_again = times.total() - len(times)
+    return documents(folder), traced_again

@@ -66,10 +66,14 @@ AROUND = [  # within a block
 
 def slow_but(cases, fast):
     """Parameters of a test: all `cases`, those outside `fast` marked slow."""
-    return [
-        case if case in fast else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    parameters = []
+    for case in cases:
+        if case in fast:
+            parameters.append(case)
+        else:
+            values = case if isinstance(case, tuple) else (case,)
+            parameters.append(pytest.param(*values, marks=pytest.mark.slow))
+    return parameters
 
 
 def numbers(value):
@@ -81,7 +85,7 @@ def numbers(value):
     if isinstance(value, Kind | str):
         return []
     if isinstance(value, list | tuple):
-        return [number for each in value for number in numbers(each)]
+        return list(itertools.chain(*map(numbers, value)))
     return [math.nan if value is None else float(value)]
 
 
@@ -90,5 +94,6 @@ def strings(tokens, length):
 
 
 def total(duel, length, context=(), suffix=(), tail=0, tokens=3):
-    scored = duel.log_prob([Window(context, s, suffix, tail) for s in strings(tokens, length)])
-    return math.fsum(math.exp(s.log_prob) for s in scored)
+    """The sum of the probabilities of all strings of a length."""
+    scores = duel.log_prob([Window(context, string, suffix, tail) for string in strings(tokens, length)])
+    return math.fsum(math.exp(score.log_prob) for score in scores)

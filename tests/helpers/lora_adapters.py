@@ -15,7 +15,9 @@ CONFIG = {
     "r": 3,
     "lora_alpha": 6,
 }
-NATIVE_MODULES = [f"model.layers.{n}.{name}" for n in range(LAYERS) for name in ("self_attn.q_proj", "mlp.down_proj")]
+NATIVE_MODULES = []
+for layer in range(LAYERS):
+    NATIVE_MODULES += [f"model.layers.{layer}.self_attn.q_proj", f"model.layers.{layer}.mlp.down_proj"]
 
 
 def adapter(folder, tensors, modules, rank=3, ranks=(), **entries):
@@ -24,11 +26,16 @@ def adapter(folder, tensors, modules, rank=3, ranks=(), **entries):
     factors = {}
     for module in modules:
         rows, columns = tensors[f"{module}.weight"].shape
-        r = next((r for end, r in dict(ranks).items() if module.endswith(end)), rank)
+        r = rank
+        for end, rank_of_end in dict(ranks).items():
+            if module.endswith(end):
+                r = rank_of_end
         for name, shape in {"A": (r, columns), "B": (rows, r)}.items():
             factors[f"{PREFIX}{module}.lora_{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
+    names = {module.rsplit(".", 1)[-1] for module in modules}
+    config = {**CONFIG, "target_modules": sorted(names), **entries}
+
     folder.mkdir(exist_ok=True)
-    targets = sorted({module.rsplit(".", 1)[-1] for module in modules})
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": targets, **entries}))
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return str(folder)

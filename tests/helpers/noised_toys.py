@@ -23,16 +23,17 @@ class CommitOnceView(View):
     """Adds the same function of the logits of the step before, which the lane carries; at the first step zero."""
 
     def positions(self, lanes):
-        found = super().positions(lanes)  # its features are those of masked positions
+        all_mask = super().positions(lanes).all_mask  # its features are those of masked positions
         ids, shown, real = self._input(lanes)
-        every = self.denoiser.features(ids, real, **self._extra_inputs(lanes, shown, real))  # (R, L, V)
-        every = every.gather(1, lanes.columns.clamp(max=ids.shape[1] - 1)[..., None].expand(-1, -1, every.shape[2]))
+        of_rows = self.denoiser.features(ids, real, **self._extra_inputs(lanes, shown, real))  # (R, L, V)
+        columns = lanes.columns.clamp(max=ids.shape[1] - 1)
+        logits = of_rows.gather(1, columns[..., None].expand(-1, -1, of_rows.shape[2]))  # (R, W, V)
         if lanes.carried:
             signal = lanes.carried[0].softmax(2).flip(2) * 6
-            every = every + torch.where(lanes.step[:, None, None] > 0, signal, 0.0)
+            logits = logits + torch.where(lanes.step[:, None, None] > 0, signal, 0.0)
         lane, position = lanes.masked_at
         rows = torch.arange(len(lane))
-        return Positions(every[lane, position], rows, torch.zeros_like(found.all_mask), (every,))
+        return Positions(logits[lane, position], rows, torch.zeros_like(all_mask), (logits,))
 
 
 class NoisyToy(Toy):
@@ -65,9 +66,11 @@ class NoisyToy(Toy):
 
     def logits(self, z, t, before=None):
         """Logits (L, V) of a row z (L,), for the reference."""
-        found = self.features(z[None], None, **self.noise_inputs(torch.tensor([t], dtype=torch.float64)))[0]
-        found = found if before is None else found + before.softmax(1).flip(1) * 6
-        return found.masked_fill(self.excluded, -math.inf)
+        inputs = self.noise_inputs(torch.tensor([t], dtype=torch.float64))
+        logits = self.features(z[None], None, **inputs)[0]
+        if before is not None:
+            logits = logits + before.softmax(1).flip(1) * 6
+        return logits.masked_fill(self.excluded, -math.inf)
 
     def level(self, t):
         """a_t and b_t (V,) of the reference."""
@@ -110,9 +113,11 @@ def states(toy, length):
 
 def row_term(x, z, P, t, s, denoiser):
     """The term of a step from t to s, summed over all positions."""
-    z = z.tolist()
-    r = [reference.plug_in(P[ell], z[ell], t) if denoiser else P[ell] for ell in range(len(x))]
-    return math.fsum(reference.noised_term(*each, t, s) for each in zip(x, z, r, strict=True))
+    terms = []
+    for clean, noisy, p in zip(x, z.tolist(), P, strict=True):
+        r = reference.plug_in(p, noisy, t) if denoiser else p
+        terms.append(reference.noised_term(clean, noisy, r, t, s))
+    return math.fsum(terms)
 
 
 def bound(toy, x, steps, conditioning="none"):
@@ -169,7 +174,9 @@ def of_position(r, token, s, t, denoiser):
     def posterior(x_0):
         return step * (a_s * x_0 + b_s) / (a_t * x_0[token] + b_t[token])
 
-    return sum(r[v] * posterior(one_hot[v]) for v in r.nonzero()[:, 0]) if denoiser else posterior(r)
+    if not denoiser:
+        return posterior(r)
+    return sum(r[v] * posterior(one_hot[v]) for v in r.nonzero()[:, 0])
 
 
 def sampled(toy, length, steps, conditioning="none"):
@@ -179,32 +186,37 @@ def sampled(toy, length, steps, conditioning="none"):
     """
     denoiser = toy.noise_training.prediction == "denoiser"
     rows = states(toy, length)
-    prior = toy.level(1.0)[1]
-    # the state is (row, logits of the step before) under chain
-    mass = {tuple(z.tolist()): (float(prior[z].prod()), None) for z in rows}
-    carried = [(z, weight, before) for z, (weight, before) in mass.items() if weight]
+    _, prior = toy.level(1.0)
+    carried = []  # (row, its probability, logits of the step before under chain)
+    for z in rows:
+        weight = float(prior[z].prod())
+        if weight:
+            carried.append((tuple(z.tolist()), weight, None))
+
     for i in range(steps, 0, -1):
+        s = toy.level((i - 1) / steps)
+        t = toy.level(i / steps)
         arriving = []
         for z, weight, before in carried:
-            z = torch.tensor(z)
-            own = toy.logits(z, i / steps, before)
+            row = torch.tensor(z)
+            logits = toy.logits(row, i / steps, before)
             if conditioning == "twice":
-                own = toy.logits(z, i / steps, own)
-            P = reference.log_softmax(own).exp()
-            s, t = toy.level((i - 1) / steps), toy.level(i / steps)
-            kernel = [of_position(P[ell], token, s, t, denoiser) for ell, token in enumerate(z.tolist())]
+                logits = toy.logits(row, i / steps, logits)
+            P = reference.log_softmax(logits).exp()
+            kernel = [of_position(P[ell], token, s, t, denoiser) for ell, token in enumerate(z)]
             for y in rows:
-                p = math.prod(float(kernel[ell][token]) for ell, token in enumerate(y.tolist()))
+                p = math.prod(float(k[token]) for k, token in zip(kernel, y, strict=True))
                 if p:
-                    arriving.append((tuple(y.tolist()), weight * p, own if conditioning == "chain" else None))
-        if conditioning == "chain":
-            carried = arriving
-        else:
-            sums = {}
-            for z, weight, _ in arriving:
-                sums[z] = sums.get(z, 0.0) + weight
-            carried = [(z, weight, None) for z, weight in sums.items()]
-    p = {}
+                    arriving.append((tuple(y.tolist()), weight * p, logits if conditioning == "chain" else None))
+        if conditioning != "chain":
+            arriving = [(z, weight, None) for z, weight in sums_of(arriving).items()]
+        carried = arriving
+    return sums_of(carried)
+
+
+def sums_of(carried):
+    """The probability of each row, whatever the step before."""
+    sums = {}
     for z, weight, _ in carried:
-        p[z] = p.get(z, 0.0) + weight
-    return p
+        sums[z] = sums.get(z, 0.0) + weight
+    return sums

@@ -4,8 +4,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = ["README.md", "examples/paper/README.md", "tests/README.md"]
-READMES += [f"task_configs/{folder}/README.md" for folder in ("benchmarks", "proteins")]
+READMES = [
+    "README.md",
+    "examples/paper/README.md",
+    "tests/README.md",
+    "task_configs/benchmarks/README.md",
+    "task_configs/proteins/README.md",
+]
 PAGES = [*(ROOT / name for name in READMES), *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -16,8 +21,8 @@ def read(name):
 
 def blocks(text, language):
     """The code blocks of one language, in order; those after a comment `<!-- not run: why -->` left out."""
-    found = re.findall(rf"(<!-- not run: .+? -->\n+)?^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [code for skipped, code in found if not skipped]
+    pairs = re.findall(rf"(<!-- not run: .+? -->\n+)?^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [code for comment, code in pairs if not comment]
 
 
 def section(text, heading):
@@ -30,23 +35,25 @@ def section(text, heading):
 
 def rows(text):
     """The cells of all table rows in a text, heads and rules left out."""
-    tables = re.findall(r"((?:^ *\|.*\|\n?)+)", text, re.MULTILINE)
-    return [
-        [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        for table in tables
-        for line in table.strip().splitlines()[2:]
-    ]
+    found = []
+    for table in re.findall(r"((?:^ *\|.*\|\n?)+)", text, re.MULTILINE):
+        for line in table.strip().splitlines()[2:]:
+            cells = line.strip().strip("|").split(" | ")
+            found.append([cell.strip() for cell in cells])
+    return found
 
 
 def names(text):
     """The words of letters, digits and underscores in `backticks`; of `name=value`, the name."""
-    return {name.split("=")[0].split(":")[0] for name in re.findall(r"`([\w=.:]+)`", text)}
+    words = re.findall(r"`([\w=.:]+)`", text)
+    return {re.split("[=:]", word)[0] for word in words}
 
 
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
+    without_code = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE):
+    for heading in re.findall(r"^#+ (.*)$", without_code, re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
     return found

@@ -30,46 +30,77 @@ def documents(nats, tokens, texts=None):
 
 
 def _units(text, tokens):
-    words = len(text) // 2
+    """How many there are in a text of the units of each metric."""
     size = len(text)
-    return {"token_perplexity": tokens, "word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
+    return {
+        "token_perplexity": tokens,
+        "word_perplexity": size // 2,
+        "byte_perplexity": size,
+        "bits_per_byte": size,
+    }
+
+
+def _hash(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sample(number, text, nats, tokens):
     """A line of samples_*.jsonl."""
     doc = {"text": text, "duel_tokens": tokens}
-    doc_hash, text_hash = (hashlib.sha256(part.encode()).hexdigest() for part in (json.dumps(doc), text))
-    hashes = {"doc_hash": doc_hash, "prompt_hash": text_hash, "target_hash": text_hash}
-    values = {metric: [nats, count] for metric, count in _units(text, tokens).items()}
-    return {"doc_id": number, "doc": doc, **hashes, **values}
+    sample = {
+        "doc_id": number,
+        "doc": doc,
+        "doc_hash": _hash(json.dumps(doc)),
+        "prompt_hash": _hash(text),
+        "target_hash": _hash(text),
+    }
+    for metric, count in _units(text, tokens).items():
+        sample[metric] = [nats, count]
+    return sample
 
 
-def _metrics(found):
+def _metrics(documents):
     """The metrics of documents."""
-    totals = Counter()
-    for text, _, tokens in found:
-        totals.update(_units(text, tokens))
-    rates = {metric: -sum(nats for _, nats, _ in found) / count for metric, count in totals.items()}
-    bits = rates.pop("bits_per_byte") / math.log(2)
-    return {**{metric: math.exp(rate) for metric, rate in rates.items()}, "bits_per_byte": bits}
+    total_nats = 0.0
+    counts = Counter()
+    for text, nats, tokens in documents:
+        total_nats += nats
+        counts.update(_units(text, tokens))
+    metrics = {}
+    for metric, count in counts.items():
+        rate = -total_nats / count
+        metrics[metric] = rate / math.log(2) if metric == "bits_per_byte" else math.exp(rate)
+    return metrics
+
+
+def _of_tasks(docs):
+    """The metrics of each task."""
+    return {task: _metrics(documents) for task, documents in docs.items()}
 
 
 def _sizes(tasks, docs, size):
-    """The number of documents of each task."""
+    """The number of documents of each task: three of one without documents."""
     return {task: size or len(docs.get(task, range(3))) for task in tasks}
 
 
 def _write(folder, model, config, tasks, docs, size=None, log=True, version=1.0, shots=0, **more):
     """Write a results file and, with `log`, the samples of its documents."""
-    number, docs = next(COUNT), docs or {}
-    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
-    sizes = _sizes(tasks, docs, size)
+    number = next(COUNT)
+    docs = docs or {}
+    tasks = tasks or _of_tasks(docs)
+    results = {}
+    configs = {}
+    samples = {}
+    for task, count in _sizes(tasks, docs, size).items():
+        results[task] = {f"{metric},none": value for metric, value in tasks[task].items()}
+        configs[task] = {"task": task, "output_type": "loglikelihood_rolling"}
+        samples[task] = {"original": 99, "effective": count}
     body = {
-        "results": nudged({task: {f"{m},none": v for m, v in metrics.items()} for task, metrics in tasks.items()}),
-        "configs": {task: {"task": task, "output_type": "loglikelihood_rolling"} for task in tasks},
+        "results": nudged(results),
+        "configs": configs,
         "versions": dict.fromkeys(tasks, version),
         "n-shot": dict.fromkeys(tasks, shots),
-        "n-samples": {task: {"original": 99, "effective": sizes[task]} for task in tasks},
+        "n-samples": samples,
         "config": {"model_args": {"pretrained": model}, **config},
         "lm_eval_version": "0.4.13",
         "model_name": model,
@@ -77,15 +108,20 @@ def _write(folder, model, config, tasks, docs, size=None, log=True, version=1.0,
         "date": float(number),
         **more,
     }
-    place = folder / model.replace("/", "__")
-    place.mkdir(parents=True, exist_ok=True)
+    folder = folder / model.replace("/", "__")
+    folder.mkdir(parents=True, exist_ok=True)
     stamp = f"2026-01-01T{number // 3600:02}-{number // 60 % 60:02}-{number % 60:02}.000000"
-    for task, found in docs.items() if log else ():
-        lines = (json.dumps(nudged(_sample(n, *document))) + "\n" for n, document in enumerate(found))
-        (place / f"samples_{task}_{stamp}.jsonl").write_text("".join(lines))
-    file = place / f"results_{stamp}.json"
+    if log:
+        for task, documents in docs.items():
+            records = [nudged(_sample(n, *document)) for n, document in enumerate(documents)]
+            _write_lines(folder / f"samples_{task}_{stamp}.jsonl", records)
+    file = folder / f"results_{stamp}.json"
     file.write_text(json.dumps(body))
     return file
+
+
+def _write_lines(file, records):
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch.float32", args=None, **more):
@@ -98,18 +134,20 @@ def _accounts(tasks, docs, values, estimator, nfe, sizes):
     """The entries of config.duel.tasks."""
     accounts = {}
     for task, metrics in tasks.items():
-        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
-        counts = {"documents": sizes[task], "windows": sizes[task], "tokens": tokens}
+        tokens = sum(tokens for _, _, tokens in docs[task]) if task in docs else TOKENS
         perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
-        accounts[task] = counts | {
-            "values": {
-                name: {
-                    "log_prob": -tokens * math.log(value),
-                    "stderr": 0.01 * tokens if name == "elbo" else None,
-                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
-                }
-                for name, value in perplexities.items()
+        values_of_task = {}
+        for name, perplexity in perplexities.items():
+            values_of_task[name] = {
+                "log_prob": -tokens * math.log(perplexity),
+                "stderr": 0.01 * tokens if name == "elbo" else None,
+                "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
             }
+        accounts[task] = {
+            "documents": sizes[task],
+            "windows": sizes[task],
+            "tokens": tokens,
+            "values": values_of_task,
         }
     return accounts
 
@@ -134,27 +172,52 @@ def ours(
 
     `values`: {task: {NAME: perplexity per token}} of the other estimators of a lattice run.
     """
-    docs, rule = docs or {}, rule if estimator in RULED else None
-    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
+    docs = docs or {}
+    rule = rule if estimator in RULED else None
+    tasks = tasks or _of_tasks(docs)
     accounts = _accounts(tasks, docs, values or {}, estimator, nfe, _sizes(tasks, docs, size))
     tokens = sum(account["tokens"] for account in accounts.values())
-    longest = max((n for found in docs.values() for _, _, n in found), default=5000)
+    every_document = itertools.chain(*docs.values())
+    longest = max((tokens for _, _, tokens in every_document), default=5000)
     elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}
     spec = {
-        **{"denoiser": "dit", "weights": f"w-{model}", "dtype": "float32", "grid": "target", "version": "1"},
-        **{"estimator": estimator, "rule": str(rule), "block": block, "tokenizer": "gpt2-hash"},
-        **{"windows": "harness", "max_length": "1025", "special_tokens": "[50256] text [], bos=given"},
+        "denoiser": "dit",
+        "weights": f"w-{model}",
+        "dtype": "float32",
+        "grid": "target",
+        "version": "1",
+        "estimator": estimator,
+        "rule": str(rule),
+        "block": block,
+        "tokenizer": "gpt2-hash",
+        "windows": "harness",
+        "max_length": "1025",
+        "special_tokens": "[50256] text [], bos=given",
         **(elbo if estimator == "elbo" else {}),
         **(spec or {}),
     }
     duel = {
         "schema": SCHEMA,
-        **{"estimator": estimator, "rule": rule, "block": None if block == "none" else int(block)},
-        **{"dtype": spec["dtype"], "attention": attention, "weights": spec["weights"]},
-        **{"bos": spec["special_tokens"].rpartition("bos=")[2], "cut_contexts": 0, "trace": None},
-        **{"ranks": 1, "device": "cpu", "seconds": 0.01 * tokens, "peak_memory_bytes": 4e8},
-        **{"tokens": tokens, "forwards": 17, "rows": 600, "nfe": None},
-        **{"longest_document": longest, "row_capacity": 1024, "tasks": accounts},
+        "estimator": estimator,
+        "rule": rule,
+        "block": None if block == "none" else int(block),
+        "dtype": spec["dtype"],
+        "attention": attention,
+        "weights": spec["weights"],
+        "bos": spec["special_tokens"].rpartition("bos=")[2],
+        "cut_contexts": 0,
+        "trace": None,
+        "ranks": 1,
+        "device": "cpu",
+        "seconds": 0.01 * tokens,
+        "peak_memory_bytes": 4e8,
+        "tokens": tokens,
+        "forwards": 17,
+        "rows": 600,
+        "nfe": None,
+        "longest_document": longest,
+        "row_capacity": 1024,
+        "tasks": accounts,
         **(duel or {}),
     }
     config = {"model": "duel-mdm", "fingerprint": fingerprint.digest(spec), "spec": spec, "duel": nudged(duel)}
@@ -189,7 +252,7 @@ def edit_samples(file, change, task="sotu"):
     records = [json.loads(line) for line in samples.read_text().splitlines()]
     for record in records:
         change(record)
-    samples.write_text("".join(json.dumps(record) + "\n" for record in records))
+    _write_lines(samples, records)
 
 
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
@@ -199,19 +262,33 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
     score = Score(nats, stderr=stderr, blocks=blocks, kind=worth.kind, note=worth.note)
     sums = Total.from_score(window, score, estimator)
     spec = {"estimator": estimator, **spec}
-    kind = worth.label
-    bound = worth.is_bound
-    rest = ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
-    values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
-    tokens_of = ("x",) * tokens
-    return TextScore(text, nats, sums.stderr, bound, kind, *values, tokens_of, *rest, sums, spec, tokens, scored=text)
+    return TextScore(
+        text,
+        log_prob=nats,
+        stderr=sums.stderr,
+        bound=worth.is_bound,
+        kind=worth.label,
+        perplexity=math.exp(-nats / tokens),
+        bits_per_byte=-nats / math.log(2) / len(text),
+        tokens=("x",) * tokens,
+        token_logprobs=(-1.0,) * tokens,
+        reveal_steps=(0,) * tokens,
+        nfe=None,
+        near_ties=None,
+        windows=(),
+        window_scores=(),
+        sums=sums,
+        spec=spec,
+        text_tokens=tokens,
+        scored=text,
+    )
 
 
 def trace(path, result, records):
     """A trace of a result: `records` as in lm_eval_duel/trace.py."""
     config = json.loads(result.read_text())["config"]
     header = {"duel_trace": 1, "fingerprint": config["fingerprint"], "spec": config["spec"]}
-    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+    _write_lines(path, [header, *records])
     return path
 
 
@@ -224,11 +301,15 @@ def report(tmp_path, *arguments):
     """The JSON of a report on `results`, and on the baseline in `ar` if there is one."""
     out = tmp_path / "out"
     ar = tmp_path / "ar"
-    given = ["--ar", str(ar)] if ar.exists() else []
-    main([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
+    baseline = ["--ar", str(ar)] if ar.exists() else []
+    main([str(tmp_path / "results"), *baseline, "--out", str(out), *map(str, arguments)])
     return json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)
 
 
-def rows(found, task, estimator="duel"):
+def rows(report, task, estimator="duel"):
     """The rows of a task under an estimator, by model."""
-    return {row["model"]: row for row in found["tasks"][task]["rows"] if row["estimator"] == estimator}
+    by_model = {}
+    for row in report["tasks"][task]["rows"]:
+        if row["estimator"] == estimator:
+            by_model[row["model"]] = row
+    return by_model
