@@ -53,10 +53,10 @@ def logits(denoiser):
     return denoiser.head(denoiser.features(ids, None).flatten(0, 1)).double()[:, ~denoiser.excluded]
 
 
-def apart(one, other):
-    """The root mean square difference of two networks' logits, in units of their spread."""
-    a, b = logits(one), logits(other)
-    return float((a - b).pow(2).mean().sqrt() / b.std())
+def apart(denoiser, other):
+    """The root mean square difference of two networks' logits, in units of the other's spread."""
+    expected = logits(other)
+    return float((logits(denoiser) - expected).pow(2).mean().sqrt() / expected.std())
 
 
 def read(folder):
@@ -70,7 +70,7 @@ def read(folder):
 def by_hand(bits):
     """The tensors as `bits` of bitsandbytes keep them."""
 
-    def of(value):
+    def rounded(value):
         if bits == 8:
             scale = value.abs().amax(1, keepdim=True) / 127
             return (value / scale).round() * scale
@@ -78,7 +78,13 @@ def by_hand(bits):
 
         return dequantize_4bit(*quantize_4bit(value.contiguous(), quant_type="nf4"))
 
-    return lambda tensors: {key: of(value) if LINEAR.search(key) else value for key, value in tensors.items()}
+    def changed(tensors):
+        kept = dict(tensors)
+        for key in filter(LINEAR.search, tensors):
+            kept[key] = rounded(tensors[key])
+        return kept
+
+    return changed
 
 
 @pytest.mark.parametrize(("kind", "bits"), slow_but([("qwen3", 4), ("llada", 8)], [("llada", 8)]))
@@ -86,30 +92,39 @@ def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
     pytest.importorskip("bitsandbytes")
     whole = load(base(kind))
     rounded = load(base(kind, by_hand(bits), "rounded"))
-    found = load(base(kind), **{f"load_in_{bits}bit": True})
+
+    quantized = load(base(kind), **{f"load_in_{bits}bit": True})
+
     # 8 bits round a product's inputs too; 4 bits are multiplied in bfloat16 on some CPUs
-    assert apart(found, rounded) < 0.1 and apart(rounded, whole) > 0.01
-    assert apart(found, rounded) < apart(found, whole) or bits == 8
-    assert found.relative_positions == whole.relative_positions and found.honours_padding == whole.honours_padding
-    head = found.model.get_output_embeddings()
-    assert type(head) is torch.nn.Linear and type(found.layers.layers[0].mlp.up_proj) is not torch.nn.Linear
+    assert apart(quantized, rounded) < 0.1
+    assert apart(rounded, whole) > 0.01
+    assert apart(quantized, rounded) < apart(quantized, whole) or bits == 8
+    assert quantized.relative_positions == whole.relative_positions
+    assert quantized.honours_padding == whole.honours_padding
+    head = quantized.model.get_output_embeddings()
+    assert type(head) is torch.nn.Linear
+    assert type(quantized.layers.layers[0].mlp.up_proj) is not torch.nn.Linear
 
 
 def test_the_quantization_is_part_of_the_law(base, caplog):
     pytest.importorskip("bitsandbytes")
     path = base("qwen3")
-    specs = []
-    for said, warned in (({}, False), ({"load_in_4bit": True}, False), ({"load_in_8bit": True}, True)):
-        specs.append(load(path, **said).describe())
-        assert ("change a little with the batch" in caplog.text) == warned
-    whole = sum(value.numel() for key, value in own.decoder(norms=True).items() if not LINEAR.search(key))
-    assert len({digest(spec) for spec in specs}) == 3
-    assert [json.loads(spec.pop("quantization", "null")) for spec in specs] == [
-        None,
-        {"bnb_4bit_quant_type": "nf4", "load_in_4bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
-        {"load_in_8bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
-    ]
-    assert specs[0] == specs[1] == specs[2]
+    warning = "change a little with the batch"
+    plain = load(path).describe()
+    in_4_bits = load(path, load_in_4bit=True).describe()
+    assert warning not in caplog.text
+    in_8_bits = load(path, load_in_8bit=True).describe()
+    assert warning in caplog.text
+    assert len({digest(plain), digest(in_4_bits), digest(in_8_bits)}) == 3
+
+    tensors = own.decoder(norms=True)
+    whole = sum(tensor.numel() for key, tensor in tensors.items() if not LINEAR.search(key))
+    entry = {"quant_method": "bitsandbytes", "whole_parameters": whole}
+    assert json.loads(in_4_bits.pop("quantization")) == {**entry, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert json.loads(in_8_bits.pop("quantization")) == {**entry, "load_in_8bit": True}
+    assert in_4_bits == plain  # which has no such entry
+    assert in_8_bits == plain
+
     half = load(path, load_in_4bit=True, dtype="bfloat16")
     assert '"bnb_4bit_compute_dtype": "bfloat16"' in half.describe()["quantization"]
 
@@ -122,25 +137,28 @@ def packed(base, tmp_path):
     """A file as transformers saves its quantized network, and a function that writes it again with other tensors."""
     pytest.importorskip("bitsandbytes")
 
-    def of(kind, bits):
+    def pack(kind, bits):
         made = load(base(kind), **{f"load_in_{bits}bit": True})
         path = base(kind, name="packed")
         made.model.save_pretrained(tmp_path / "saved")
-        said = {"quantization_config": read(tmp_path / "saved")["quantization_config"]}
-        Path(path, "config.json").write_text(json.dumps({**read(path), **said}))
+        config = read(path)
+        config["quantization_config"] = read(tmp_path / "saved")["quantization_config"]
+        Path(path, "config.json").write_text(json.dumps(config))
         tensors = load_file(tmp_path / "saved" / "model.safetensors")
-        return made, path, tensors, lambda some: save_file(some, f"{path}/model.safetensors", {"format": "pt"})
+        return made, path, tensors, lambda changed: save_file(changed, f"{path}/model.safetensors", {"format": "pt"})
 
-    return of
+    return pack
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3", 4), ("bert", 8)])
 def test_a_file_of_a_quantized_network_is_that_network_and_every_tensor_has_its_place(base, packed, kind, bits):
     made, path, tensors, save = packed(kind, bits)
     save(tensors)
-    found = load(path)
-    assert torch.equal(logits(found), logits(made)) and apart(made, load(base(kind, name="whole"))) > 0.001
-    assert json.loads(found.describe()["quantization"]).items() >= {f"load_in_{bits}bit": True}.items()
+    denoiser = load(path)
+    assert torch.equal(logits(denoiser), logits(made))
+    assert apart(made, load(base(kind, name="whole"))) > 0.001
+    assert json.loads(denoiser.describe()["quantization"])[f"load_in_{bits}bit"] is True
+
     if kind == "bert":
         scale = "bert.encoder.layer.0.output.LayerNorm.weight_scale_inv"
         broken = [(rf"so it would misread their weights: {re.escape(scale)}", (), {scale: torch.ones(3)})]
@@ -155,9 +173,10 @@ def test_a_file_of_a_quantized_network_is_that_network_and_every_tensor_has_its_
             (NOT_WHOLE, [key for key in tensors if key.startswith(layer)], whole),
             (NOT_WHOLE, (), head),
         ]
-    for words, gone, more in broken:
-        save({key: value for key, value in tensors.items() if key not in gone} | more)
-        with pytest.raises(DuelError, match=words):
+    for message, missing, added in broken:
+        others = {key: value for key, value in tensors.items() if key not in missing}
+        save({**others, **added})
+        with pytest.raises(DuelError, match=message):
             load(path)
 
 
@@ -166,26 +185,30 @@ def test_files_of_8_bit_floats(base, kind="llada"):
     """A GPU multiplies them as they are; for a CPU transformers makes floats of them: a network like any other."""
 
     def small(tensors):
-        found = dict(tensors)
+        made = dict(tensors)
         for key in filter(LINEAR.search, tensors):
             tiles = tensors[key].unflatten(0, (-1, 16)).unflatten(2, (-1, 16))  # (O, 16, I, 16)
             scale = tiles.abs().amax((1, 3), keepdim=True) / 448
-            found[key] = (tiles / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
-            found[f"{key}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-        return found
+            made[key] = (tiles / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            made[f"{key}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+        return made
 
     def large(tensors):
-        found = small(tensors)
+        made = small(tensors)
         for key in filter(LINEAR.search, tensors):
-            scale = found.pop(f"{key}_scale_inv").repeat_interleave(16, 0).repeat_interleave(16, 1)
-            found[key] = found[key].float() * scale
-        return found
+            scale = made.pop(f"{key}_scale_inv").repeat_interleave(16, 0).repeat_interleave(16, 1)
+            made[key] = made[key].float() * scale
+        return made
 
-    said = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-    found = load(base(kind, small, "small", quantization_config=said))
-    right = load(base(kind, large, "large"))
-    assert apart(found, right) < 0.02 < apart(found, load(base(kind)))
-    assert not found.quantized and "quantization" not in found.describe()
+    entry = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    denoiser = load(base(kind, small, "small", quantization_config=entry))
+
+    rounded = load(base(kind, large, "large"))
+    whole = load(base(kind))
+    assert apart(denoiser, rounded) < 0.02
+    assert apart(denoiser, whole) > 0.02
+    assert not denoiser.quantized
+    assert "quantization" not in denoiser.describe()
 
 
 # ---------------------------------------------------------------- what is refused
@@ -204,9 +227,12 @@ def test_what_does_not_go_together(base, tmp_path, monkeypatch):
     ]
     if importlib.util.find_spec("optimum") is None:
         cases.append(({"quant_method": "gptq", "bits": 4}, {}, "optimum"))
-    for said, options, named in cases:
-        with pytest.raises(DuelError, match=named):
-            load(base("qwen3", **({"quantization_config": said} if said else {})), **options)
+    for quantization, options, message in cases:
+        entries = {"quantization_config": quantization} if quantization else {}
+        path = base("qwen3", **entries)
+        with pytest.raises(DuelError, match=message):
+            load(path, **options)
+
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DuelError, match="bitsandbytes"):
         load(base("qwen3"), load_in_4bit=True)

@@ -1,5 +1,6 @@
 """What a network refuses, by name: entries of its config, arguments, rules and windows that do not apply to it."""
 
+import itertools
 import json
 import re
 
@@ -50,27 +51,36 @@ def test_no_entry_is_left_to_defaults_and_none_may_be_wrong(tmp_path, subtests):
             folder.mkdir()
             path, options = written(folder, name, entries)
             refused(path, words, **options)
-    (tmp_path / "gidd-base-p_unif-0.2").mkdir()
-    refused(written(tmp_path / "gidd-base-p_unif-0.2", "gidd")[0], "uniform noise")  # by its name
+
+    named_uniform = tmp_path / "gidd-base-p_unif-0.2"
+    named_uniform.mkdir()
+    path, _ = written(named_uniform, "gidd")
+    refused(path, "uniform noise")
+
     path, _ = written(tmp_path, "dream")
     refused(path, "d_model, n_layers, n_heads, max_sequence_length, mlp_hidden_size", family="llada")  # all at once
 
 
 def test_an_unknown_network_is_refused_once_with_every_way_to_score_it(tmp_path):
     """Before anyone is asked to trust code, and before the tokenizer is read: the folder has none."""
-    code = {"AutoModelForCausalLM": "modeling.NewLM"}
-    for config, what in (
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.NewLM"}}
+    configs = [
         ({"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4}, r"NewLM \(model_type 'mdml9'\)"),
         ({"architectures": ["NewLM"]}, "NewLM, and it has no model_type"),
         ({"model_type": "mdml9"}, "no named class"),
-    ):
-        for attention in (None, "causal"):
-            for auto_map in ({}, {"auto_map": code}):
-                (tmp_path / "config.json").write_text(json.dumps({**config, **auto_map}))
-                remote = "trust_remote_code=true" if attention else "backend=remote,trust_remote_code=true"
-                own = f"trust the code.*{remote}.*" if auto_map else ""
-                ways = rf"^By its config\.json .*{what}.*family=.*{own}Duel\.from_model.*docs/checkpoints\.md"
-                refused(str(tmp_path), ways, attention=attention)
+    ]
+    trust = {
+        None: "trust the code.*backend=remote,trust_remote_code=true.*",
+        "causal": "trust the code.*trust_remote_code=true.*",
+    }
+    for (config, name), attention in itertools.product(configs, trust):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        ways = rf"^By its config\.json .*{name}.*family=.*Duel\.from_model.*docs/checkpoints\.md"
+        refused(str(tmp_path), ways, attention=attention)
+
+        (tmp_path / "config.json").write_text(json.dumps({**config, **code}))
+        ways = rf"^By its config\.json .*{name}.*family=.*{trust[attention]}Duel\.from_model.*docs/checkpoints\.md"
+        refused(str(tmp_path), ways, attention=attention)
 
 
 # ---------------------------------------------------------------- arguments that do not apply
@@ -81,9 +91,14 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
     ("mdlm", {"dtype": "bfloat16"}, None),
     ("mdlm", {"max_length": 17}, None),
     ("mdlm", {"mask_token_id": 13}, None),
-    *(("mdlm", {key: value}, f"no choice of '{key}'") for key, value in (
-        ("sigma", "clamped"), ("backend", "native"), ("shift_logits", True), ("peft", "folder"),
-        ("device_map", "auto"), ("load_in_8bit", True), ("load_in_4bit", True), ("first_token", "block"))),
+    ("mdlm", {"sigma": "clamped"}, "no choice of 'sigma'"),
+    ("mdlm", {"backend": "native"}, "no choice of 'backend'"),
+    ("mdlm", {"shift_logits": True}, "no choice of 'shift_logits'"),
+    ("mdlm", {"peft": "folder"}, "no choice of 'peft'"),
+    ("mdlm", {"device_map": "auto"}, "no choice of 'device_map'"),
+    ("mdlm", {"load_in_8bit": True}, "no choice of 'load_in_8bit'"),
+    ("mdlm", {"load_in_4bit": True}, "no choice of 'load_in_4bit'"),
+    ("mdlm", {"first_token": "block"}, "no choice of 'first_token'"),
     ("sedd", {"sigma": "shedule"}, "Did you mean schedule"),
     ("bd3lm", {"block": 8}, None),
     ("bd3lm", {"cfg_scale": 1.5}, "cfg_scale masks the whole context"),
@@ -101,19 +116,24 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
     ("nemotron-labs-diffusion", {"first_token": "blok"}, "Did you mean block"),
     ("bert", {"attention": "block_causal"}, None),
     ("bert", {"attention": "causal"}, "causal"),
-    *(("bert", {key: value}, f"no choice of '{key}'") for key, value in (
-        ("shift_logits", True), ("backend", "native"), ("sigma", "clamped"), ("peft", "adapter"))),
+    ("bert", {"shift_logits": True}, "no choice of 'shift_logits'"),
+    ("bert", {"backend": "native"}, "no choice of 'backend'"),
+    ("bert", {"sigma": "clamped"}, "no choice of 'sigma'"),
+    ("bert", {"peft": "adapter"}, "no choice of 'peft'"),
     ("bert", OWN, "has no code"),
     ("esm", {"cache": "dual"}, None),
     ("gpt2", {"attention": None}, "estimator=ar.*family="),
     ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.*family="),
-    *(("gpt2", {key: value}, f"no choice of '{key}'") for key, value in (
-        ("sigma", "clamped"), ("shift_logits", True), ("mask_token_id", 4), ("first_token", "block"))),
-    *(("own dream", {key: value}, f"no choice of '{key}'") for key, value in (
-        ("sigma", "schedule"), ("load_in_8bit", True), ("load_in_4bit", True))),
+    ("gpt2", {"sigma": "clamped"}, "no choice of 'sigma'"),
+    ("gpt2", {"shift_logits": True}, "no choice of 'shift_logits'"),
+    ("gpt2", {"mask_token_id": 4}, "no choice of 'mask_token_id'"),
+    ("gpt2", {"first_token": "block"}, "no choice of 'first_token'"),
+    ("own dream", {"sigma": "schedule"}, "no choice of 'sigma'"),
+    ("own dream", {"load_in_8bit": True}, "no choice of 'load_in_8bit'"),
+    ("own dream", {"load_in_4bit": True}, "no choice of 'load_in_4bit'"),
     ("own dream", {"attention": "causal"}, None),
     ("own dream", {"trust_remote_code": False}, "trust_remote_code"),
-]  # fmt: skip
+]
 
 
 def test_arguments_that_do_not_apply_are_refused_by_name(tmp_path_factory, subtests):
@@ -129,9 +149,9 @@ def test_arguments_that_do_not_apply_are_refused_by_name(tmp_path_factory, subte
 
 
 def test_names_and_devices(capsys, tmp_path):
-    for arguments in (["inspect", "demo-md"], ["inspect", "demo_bd"]):
-        with pytest.raises(SystemExit, match=rf"Did you mean the bundled {arguments[1].replace('_', '-')}m?d?m?\?"):
-            main(arguments)
+    for misspelt, bundled in (("demo-md", "demo-mdm"), ("demo_bd", "demo-bd")):
+        with pytest.raises(SystemExit, match=rf"Did you mean the bundled {bundled}\?"):
+            main(["inspect", misspelt])
     refused("gpt", "^((?!Did you mean).)*$")
     for path in (str(tmp_path / "nothing"), "./nothing", "no/such/name"):
         refused(path, rf"^{re.escape(path)} is not a local folder(?!.*Repo id)")
@@ -139,11 +159,18 @@ def test_names_and_devices(capsys, tmp_path):
     tiny.tokenizer(mask=False).save_pretrained(tmp_path)
     refused(path, "mask_token_id")
     assert denoisers.load(path, device="cpu", mask_token_id=4).mask_id == 4
-    assert pick_device("cuda:0") == pick_device("0") == pick_device(None) or torch.cuda.is_available()
+
+
+def test_devices_that_there_are_not():
+    wrong = ["mps", "xpu", "nowhere"]
+    if not torch.cuda.is_available():
+        wrong.append("cuda")
+        assert pick_device("cuda:0") == pick_device(None)
+        assert pick_device("0") == pick_device(None)
     assert pick_device("cpu:0").type == "cpu"  # the name that accelerate gives
-    for wrong in ("mps", "xpu", "nowhere", *([] if torch.cuda.is_available() else ["cuda"])):
-        with pytest.raises(DuelError, match=f"'{wrong}'"):
-            pick_device(wrong)
+    for name in wrong:
+        with pytest.raises(DuelError, match=f"'{name}'"):
+            pick_device(name)
 
 
 # ---------------------------------------------------------------- rules and windows that do not apply
@@ -168,11 +195,11 @@ USES = [  # a family, what is done with it, and what the error names
 
 
 def test_rules_and_windows_that_do_not_apply(tmp_path_factory, subtests):
-    denoiser = {}
-    for name, asked, window, words in USES:
-        if name not in denoiser:
+    networks = {}
+    for name, arguments, window, words in USES:
+        if name not in networks:
             path, options = written(tmp_path_factory.mktemp("uses"), name)
-            denoiser[name] = load(path, options)
-        with subtests.test(f"{name}: {asked} {window}"), pytest.raises(DuelError, match=words):
-            asked = {"rule": "left_to_right" if name == "gpt2" else "greedy", **asked}
-            Duel(denoiser[name], **asked).log_prob([window] if window else [])
+            networks[name] = load(path, options)
+        arguments = {"rule": "left_to_right" if name == "gpt2" else "greedy", **arguments}
+        with subtests.test(f"{name}: {arguments} {window}"), pytest.raises(DuelError, match=words):
+            Duel(networks[name], **arguments).log_prob([window] if window else [])

@@ -22,19 +22,25 @@ def load(path, own=True, **options):
 @pytest.mark.parametrize("kind", ["own llada", "own dream", "own sdar"])
 def test_a_known_class_is_what_it_is_without_its_code(family, kind):
     """Its numbers, and those of other kinds: test_families.py."""
-    own = family(kind)
-    native = load(own.path, own=False)
-    assert [getattr(own.denoiser, each) for each in SAME] == [getattr(native, each) for each in SAME]
-    described = own.denoiser.describe()
-    assert described["denoiser"] == type(own.denoiser.model).__name__ == KINDS[kind][1]
-    assert described["weights"] != native.describe()["weights"], "the code is part of the spec"
+    own = family(kind).denoiser
+    native = load(family(kind).path, own=False)
+
+    for attribute in SAME:
+        assert getattr(own, attribute) == getattr(native, attribute), attribute
+    spec = own.describe()
+    class_name = KINDS[kind][1]
+    assert type(own.model).__name__ == class_name
+    assert spec["denoiser"] == class_name
+    assert spec["weights"] != native.describe()["weights"], "the code is part of the spec"
 
 
 def test_a_mask_that_the_code_needs_is_named(tmp_path):
     path, *_ = made(tmp_path, "own unknown")
-    for wrong, needed in (({"attention": "block_causal"}, "block=<"), ({}, "only block attention masks")):
-        with pytest.raises(DuelError, match=needed):
-            load(path, **wrong)
+
+    with pytest.raises(DuelError, match="block=<"):
+        load(path, attention="block_causal")
+    with pytest.raises(DuelError, match="only block attention masks"):
+        load(path)
 
 
 # ---------------------------------------------------------------- trust, and what is left behind
@@ -48,39 +54,50 @@ def test_code_runs_only_where_it_is_trusted(tmp_path, name):
     code = LLADA.replace("LLaDAModelLM", name) + write_it
     path = write(tmp_path, code, name, llada(), LLADA_SIZE, architectures=[name], auto_map=mapped)
     (tmp_path / "configuration_own.py").write_text(CONFIG + write_it)
-    for options in ({"backend": "remote"}, {"backend": "remote", "dtype": "float64"}, {}):
-        if options or name == "UnheardOf":
-            with pytest.raises(DuelError, match="trust_remote_code=true"):
-                load(path, own=False, **options)
-        else:
+
+    for options in ({"backend": "remote"}, {"backend": "remote", "dtype": "float64"}):
+        with pytest.raises(DuelError, match="trust_remote_code=true"):
+            load(path, own=False, **options)
+    if name == "UnheardOf":
+        with pytest.raises(DuelError, match="trust_remote_code=true"):
             load(path, own=False)
+    else:
+        load(path, own=False)
     assert not ran.exists()
+
     load(path)
     assert ran.exists()
 
 
 def left_behind():
-    places = (transformers.utils, "LossKwargs"), (transformers.utils.import_utils, "is_torch_fx_available")
-    return dict(ROPE_INIT_FUNCTIONS), [getattr(place, name, None) for place, name in places], torch.get_default_dtype()
+    """What repairs change."""
+    return {
+        "rotary functions": dict(ROPE_INIT_FUNCTIONS),
+        "LossKwargs": getattr(transformers.utils, "LossKwargs", None),
+        "is_torch_fx_available": getattr(transformers.utils.import_utils, "is_torch_fx_available", None),
+        "dtype": torch.get_default_dtype(),
+    }
 
 
 def test_repairs_are_undone(tmp_path):
     before = left_behind()
     with pytest.raises(KeyError), remote_code.repairs():
-        assert "default" in ROPE_INIT_FUNCTIONS and hasattr(transformers.utils, "LossKwargs")
+        assert "default" in ROPE_INIT_FUNCTIONS
+        assert hasattr(transformers.utils, "LossKwargs")
         raise KeyError
     assert left_behind() == before
+
+    (tmp_path / "right").mkdir()
+    path = write(tmp_path / "right", SDAR, "SDARForCausalLM", decoder(norms=True))
+    load(path, dtype="bfloat16")
+    assert left_behind() == before
+
     breaks = SDAR.replace("norms = True", "norms = True\n    def __init__(self, config):\n        config.nowhere")
-    for number, code in enumerate((SDAR, breaks)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        path = write(folder, code, "SDARForCausalLM", decoder(norms=True))
-        if code is SDAR:
-            load(path, dtype="bfloat16")
-        else:
-            with pytest.raises(DuelError, match=r"AttributeError: .*nowhere"):
-                load(path, dtype="bfloat16")
-        assert left_behind() == before
+    (tmp_path / "broken").mkdir()
+    path = write(tmp_path / "broken", breaks, "SDARForCausalLM", decoder(norms=True))
+    with pytest.raises(DuelError, match=r"AttributeError: .*nowhere"):
+        load(path, dtype="bfloat16")
+    assert left_behind() == before
 
 
 # ---------------------------------------------------------------- wrong checkpoints
@@ -91,7 +108,10 @@ def test_wrong_rotary_frequencies(tmp_path):
     path = write(tmp_path, empty, "DreamModel", decoder(bias=True))
     with pytest.raises(DuelError, match="rotary frequencies"):
         load(path)
-    path = write(tmp_path, DREAM, "DreamModel", {**decoder(bias=True), "model.rotary_emb.inv_freq": torch.zeros(2)})
+
+    tensors = decoder(bias=True)
+    tensors["model.rotary_emb.inv_freq"] = torch.zeros(2)
+    path = write(tmp_path, DREAM, "DreamModel", tensors)
     load(path)  # frequencies of a file are not taken
 
 

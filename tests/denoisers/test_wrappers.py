@@ -22,11 +22,13 @@ from lm_eval_duel.harness.lm import DuelMDM
 
 def guided(logits_of, mask_id, scale, window):
     """unconditional + (1 + scale) (conditional - unconditional); nothing is given in the unconditional row."""
-    begin, end = len(window.context), window.length - len(window.suffix)
+    begin = len(window.context)
+    end = window.length - len(window.suffix)
 
     def both(ids):
         bare = ids.clone()
-        bare[:begin] = bare[end:] = mask_id
+        bare[:begin] = mask_id
+        bare[end:] = mask_id
         conditional = logits_of(ids)
         unconditional = logits_of(bare)
         return unconditional + (1 + scale) * (conditional - unconditional)
@@ -48,23 +50,31 @@ def test_guided_rows_that_differ_in_where_the_suffix_begins_are_not_merged():
     """The row without context hides the suffix, but not what has been revealed."""
     duel = Duel(Guided(Toy(), 0.7), "right_to_left", None)
     windows = [Window((1,), (0, 2, 1), (0, 1)), Window((1,), (0, 2, 1, 0), (1,)), Window((1,), (0, 2, 1, 0, 1))]
-    for window, together in zip(windows, duel.log_prob(windows), strict=True):
-        assert together.log_prob == pytest.approx(duel.log_prob([window])[0].log_prob, abs=1e-9)
+    for window, in_batch in zip(windows, duel.log_prob(windows), strict=True):
+        [alone] = duel.log_prob([window])
+        assert in_batch.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+
     duel = Duel(Guided(Toy(), 0.7), "greedy", None)
-    assert duel.log_prob([Window((1,), (0, 2, 1))])[0].nfe == 3
-    assert (duel.counts.forwards, duel.counts.rows) == (6, 6)  # two a step
+    [score] = duel.log_prob([Window((1,), (0, 2, 1))])
+    assert score.nfe == 3
+    assert duel.counts.forwards == 6  # two a step
+    assert duel.counts.rows == 6
 
 
 def test_guided_all_mask_starts_tie_and_are_counted(network=Noisy):
     duel = Duel(Guided(network(), 0.8), "greedy", None)
     windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]
-    plain = Duel(network(), "greedy", None).log_prob(windows)
-    scored = duel.log_prob(windows)
-    assert [s.all_mask_starts for s in scored] == [1, 1, 0] and duel.counts.all_mask_starts == 2
-    for one, other in zip(scored[:2], plain[:2], strict=True):
-        assert one.reveal_steps == other.reveal_steps and one.reveal_steps[0] == 0
-        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-6)
-    assert scored[2].token_logprobs != pytest.approx(plain[2].token_logprobs, abs=1e-3)
+    unguided = Duel(network(), "greedy", None).log_prob(windows)
+
+    scores = duel.log_prob(windows)
+
+    assert [scored.all_mask_starts for scored in scores] == [1, 1, 0]
+    assert duel.counts.all_mask_starts == 2
+    for scored, plain in zip(scores[:2], unguided[:2], strict=True):  # without context guidance changes nothing
+        assert scored.reveal_steps == plain.reveal_steps
+        assert scored.reveal_steps[0] == 0
+        assert scored.token_logprobs == pytest.approx(plain.token_logprobs, abs=1e-6)
+    assert scores[2].token_logprobs != pytest.approx(unguided[2].token_logprobs, abs=1e-3)
 
 
 def test_networks_that_cannot_be_guided_are_refused():
@@ -80,13 +90,17 @@ def test_guidance_through_load(family):
     model = tiny.network("bert").double()
     for nothing in (None, 0, 0.0):
         assert isinstance(denoisers.load(path, device="cpu", cfg_scale=nothing), MaskedLM)
-    guide = denoisers.load(path, device="cpu", cfg_scale=0.5, dtype="float64")
-    assert guide.describe()["guidance"] == "classifier-free, cfg_scale=0.5" and guide.splits_head
+
+    denoiser = denoisers.load(path, device="cpu", cfg_scale=0.5, dtype="float64")
+    assert denoiser.describe()["guidance"] == "classifier-free, cfg_scale=0.5"
+    assert denoiser.splits_head
+
     windows = [Window((2, 6), (7, 9, 30, 12, 8), (3,)), Window((2,), (10, 9), (3,)), Window((), (8, 8, 20))]
-    for window, scored in zip(windows, Duel(guide, "greedy", 4).log_prob(windows), strict=True):
+    for window, scored in zip(windows, Duel(denoiser, "greedy", 4).log_prob(windows), strict=True):
         with torch.no_grad():
             logits_of = guided(lambda ids: model(input_ids=ids[None]).logits[0], 4, 0.5, window)
-            check(scored, score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window), exact)
+            expected = score(logits_of, 4, denoiser.excluded, rules.parse("greedy"), 4, window)
+        check(scored, expected, exact)
 
 
 # ---------------------------------------------------------------- filters
@@ -115,16 +129,22 @@ def test_a_filter_may_read_the_step():
     """By hand, under an order that is known; a block starts at step 0 again."""
     toy = Toy(length=8)
     window = Window((1,), (0, 2, 1, 1, 0), (2,))
-    for around, logits_of in (
-        (toy, lambda ids: toy.features(ids[None], None)[0]),
-        (Guided(toy, 0.7), guided(lambda ids: toy.features(ids[None], None)[0], toy.mask_id, 0.7, window)),
+
+    def plain(ids):
+        return toy.features(ids[None], None)[0]
+
+    for network, logits_of in (
+        (toy, plain),
+        (Guided(toy, 0.7), guided(plain, toy.mask_id, 0.7, window)),
     ):
-        [scored] = Duel(cooled(around), "left_to_right", 3).log_prob([window])
+        [scored] = Duel(cooled(network), "left_to_right", 3).log_prob([window])
+
         ids = torch.tensor([1, *[toy.mask_id] * 5, 2])
         for n, token in enumerate(window.target):
             logits = logits_of(ids)[1 + n].masked_fill(toy.excluded, -math.inf)
-            right = (logits.double() * (1 + n % 3)).log_softmax(0)[token]
-            assert scored.token_logprobs[n] == pytest.approx(float(right), abs=1e-9)
+            step = n % 3
+            expected = (logits.double() * (1 + step)).log_softmax(0)[token]
+            assert scored.token_logprobs[n] == pytest.approx(float(expected), abs=1e-9)
             ids[1 + n] = token
         toy.filters = ()
 
@@ -157,6 +177,9 @@ def test_wrong_ids_are_refused(family):
 
 def test_exclusion_through_load_and_the_model_args(family):
     plain = family("bert").denoiser
+
     without = DuelMDM(pretrained=plain.path, exclude_ids="6+5", device="cpu")
-    assert without.spec["exclude_ids"] == "5+6" and "exclude_ids" not in plain.describe()
+
+    assert without.spec["exclude_ids"] == "5+6"
+    assert "exclude_ids" not in plain.describe()
     assert (without.denoiser.excluded ^ plain.excluded).nonzero()[:, 0].tolist() == [5, 6]

@@ -62,42 +62,51 @@ RULES = (
 
 def runs(denoiser, windows, more, cached):
     """The results of everything that a network supports, by name; with `more`, of all rules and estimators."""
-    settings = {"batch_size": 4}
-    untailed = [dataclasses.replace(window, tail=0) for window in windows]
+    settings = {"traced": True, "batch_size": 4}
+    contexts = [window.context for window in windows]
     if denoiser.attention == "causal":
-        yield "ar", Autoregressive(denoiser, traced=True, **settings).log_prob(windows)
-        yield "sample", DuelEstimator(denoiser, "left_to_right", 1).sample([w.context for w in windows], 7, seed=3)
+        yield "ar", Autoregressive(denoiser, **settings).log_prob(windows)
+        yield "sample", DuelEstimator(denoiser, "left_to_right", 1).sample(contexts, 7, seed=3)
         return
+
     block = 4 if denoiser.attention == "bidirectional" else "auto"
-    greedy = DuelEstimator(denoiser, "greedy", block, traced=True, **settings)
+    greedy = DuelEstimator(denoiser, "greedy", block, **settings)
+    yield "sample", greedy.sample(contexts, 7, seed=3)
+    untailed = [dataclasses.replace(window, tail=0) for window in windows]
+    yield "elbo", Elbo(denoiser, ElboArguments(16), **settings).log_prob(untailed)
+
     estimators = {"greedy": greedy}
-    estimators["lattice"] = Lattice(
-        denoiser, block, LatticeArguments(["greedy", "entropy:k=2"]), traced=True, **settings
-    )
-    yield "sample", greedy.sample([window.context for window in windows], 7, seed=3)
-    yield "elbo", Elbo(denoiser, ElboArguments(16), traced=True, **settings).log_prob(untailed)
+    estimators["lattice"] = Lattice(denoiser, block, LatticeArguments(["greedy", "entropy:k=2"]), **settings)
     if denoiser.attention == "bidirectional" and cached:
         seeded = "greedy:seed_first=true" if denoiser.shift else "greedy"
-        estimators["dual"] = DuelEstimator(Cached(denoiser, "dual"), seeded, block, traced=True, **settings)
+        estimators["dual"] = DuelEstimator(Cached(denoiser, "dual"), seeded, block, **settings)
     if more:
         steps = [score.reveal_steps for score in greedy.log_prob(windows)]
         yield "replay", greedy.replay(windows, steps)
-        estimators |= {rule: DuelEstimator(denoiser, rule, block, traced=True, **settings) for rule in RULES}
+        for rule in RULES:
+            estimators[rule] = DuelEstimator(denoiser, rule, block, **settings)
         estimators["trial"] = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
-        confidence = SampledConfidence(denoiser, block, ConfidenceArguments(n=2, tau=0.5), traced=True, **settings)
+        confidence = SampledConfidence(denoiser, block, ConfidenceArguments(n=2, tau=0.5), **settings)
+        yield "sampled_confidence sample", confidence.sample(contexts, 7, seed=3)
         estimators["sampled_confidence"] = confidence
         order = OrderArguments("entropy", 3, alg_temp=0.5)
-        estimators["sampled_order"] = SampledOrder(denoiser, block, order, **settings)
-        yield "sampled_confidence sample", confidence.sample([window.context for window in windows], 7, seed=3)
-        estimators["two_phase"] = TwoPhase(denoiser, "greedy", 2, TwoPhaseArguments(0.5), **settings)
+        estimators["sampled_order"] = SampledOrder(denoiser, block, order, batch_size=4)
+        estimators["two_phase"] = TwoPhase(denoiser, "greedy", 2, TwoPhaseArguments(0.5), batch_size=4)
     for name, estimator in estimators.items():
         yield name, estimator.log_prob(windows)
 
 
-def difference(here, there):
+def difference(on_cpu, on_device):
     """The largest difference of numbers, but for windows with near ties: float noise may change their order."""
-    pairs = [pair for pair in zip(here, there, strict=True) if not any(getattr(one, "near_ties", 0) for one in pair)]
-    ours, theirs = (numpy.array(numbers([pair[side] for pair in pairs])) for side in (0, 1))
+    ours = []
+    theirs = []
+    for one, other in zip(on_cpu, on_device, strict=True):
+        if getattr(one, "near_ties", 0) or getattr(other, "near_ties", 0):
+            continue
+        ours += numbers([one])
+        theirs += numbers([other])
+    ours = numpy.array(ours)
+    theirs = numpy.array(theirs)
     assert (numpy.isnan(ours) == numpy.isnan(theirs)).all()
     return float(numpy.nanmax(abs(ours - theirs) / abs(ours).clip(min=1.0), initial=0.0))
 
@@ -107,13 +116,18 @@ def compare(folder, case):
     name, _, argument = case.partition(":")
     key, _, value = argument.partition("=")
     path, options = networks.written(Path(tempfile.mkdtemp(dir=folder)), name.rstrip("+"))
-    options |= {key: value if key == "exclude_ids" else float(value)} if key else {}
-    here, there = (denoisers.load(path, device=device, dtype="float32", **options) for device in (CPU, SIM))
-    windows = list(networks.fitting(here))[:3]
+    if key:
+        options[key] = value if key == "exclude_ids" else float(value)
+    on_cpu = denoisers.load(path, device=CPU, dtype="float32", **options)
+    on_device = denoisers.load(path, device=SIM, dtype="float32", **options)
+    windows = list(networks.fitting(on_cpu))[:3]
     assert windows
-    both = (runs(denoiser, windows, name.endswith("+"), not key) for denoiser in (here, there))
-    for (what, ours), (_, theirs) in zip(*both, strict=True):
-        yield {"run": what, "difference": difference(ours, theirs)}
+
+    more = name.endswith("+")
+    cached = not key
+    pairs = zip(runs(on_cpu, windows, more, cached), runs(on_device, windows, more, cached), strict=True)
+    for (run, ours), (_, theirs) in pairs:
+        yield {"run": run, "difference": difference(ours, theirs)}
 
 
 # ---------------------------------------------------------------- other cases
@@ -121,17 +135,18 @@ def compare(folder, case):
 
 def mixing(folder):
     """Which mixes of devices raise, as on CUDA, and which do not."""
-    here, there = torch.ones(3, 3), torch.ones(3, 3, device=SIM)
+    on_cpu = torch.ones(3, 3)
+    on_device = torch.ones(3, 3, device=SIM)
     at = torch.tensor([0, 1])
     refused = []
     mixes = {
-        "add": lambda: there + here,
-        "cat": lambda: torch.cat([there, here]),
-        "index": lambda: here[at.to(SIM)],
-        "where": lambda: torch.where(there > 0, here, there),
-        "write": lambda: here.add_(there.sum()),
-        "scalar": lambda: there * torch.tensor(2.0),
-        "indices": lambda: there[at],
+        "add": lambda: on_device + on_cpu,
+        "cat": lambda: torch.cat([on_device, on_cpu]),
+        "index": lambda: on_cpu[at.to(SIM)],
+        "where": lambda: torch.where(on_device > 0, on_cpu, on_device),
+        "write": lambda: on_cpu.add_(on_device.sum()),
+        "scalar": lambda: on_device * torch.tensor(2.0),
+        "indices": lambda: on_device[at],
     }
     for name, mix in mixes.items():
         try:
@@ -145,11 +160,15 @@ def mixing(folder):
 def waits(folder):
     """The host waits for the device a few times for each network call: the network, the rule, the loop, the start."""
     path, _ = networks.written(Path(tempfile.mkdtemp(dir=folder)), "mdlm")
+    windows = []
+    for n in range(8):
+        target = [5 + (7 * i + n) % 6 for i in range(12)]
+        windows.append(Window((2,), target))
     for rule in ("greedy", "left_to_right"):
         duel = DuelEstimator(denoisers.load(path, device=SIM), rule, 12, batch_size=8)
         duel.row_checks.number_due = lambda *_: 0  # rows that are evaluated again would be half of so short a run
         simulated_device.synchronisations.clear()
-        duel.log_prob([Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)])
+        duel.log_prob(windows)
         total = sum(simulated_device.synchronisations.values())
         assert 0 < total <= 25 * duel.counts.forwards, (rule, total)
         yield {"run": f"waits {rule}", "difference": 0.0}
@@ -177,16 +196,21 @@ def harness(folder):
     def memory(device):
         model = tiny.network("bert").train().to(device)
         tokenizer = tiny.tokenizer()
-        function = lambda ids, real: model(input_ids=ids, attention_mask=None if real is None else real.long()).logits  # noqa: E731
-        for arguments, options in (
-            ((model,), {**ids, "rule": f"custom_rules:Looks:file={looks}"}),
-            ((model,), {**ids, "cache": "dual"}),
-            ((function,), {**ids, "module": model}),
+
+        def function(ids, real):
+            mask = None if real is None else real.long()
+            return model(input_ids=ids, attention_mask=mask).logits
+
+        for duel in (
+            Duel.from_model(model, **ids, rule=f"custom_rules:Looks:file={looks}"),
+            Duel.from_model(model, **ids, cache="dual"),
+            Duel.from_model(function, **ids, module=model),
         ):
-            yield from [score.log_prob for score in Duel.from_model(*arguments, **options).log_prob(windows)]
+            yield from [score.log_prob for score in duel.log_prob(windows)]
         yield from training_metrics(model, tokenizer, ["the a b of c", "a of the"], block=3, sample=0.5).values()
         duel = Duel.from_model(model, tokenizer, block=3)
-        log_probs = duel.differentiable(windows, [score.reveal_steps for score in duel.log_prob(windows)]).sum(1)
+        steps = [score.reveal_steps for score in duel.log_prob(windows)]
+        log_probs = duel.differentiable(windows, steps).sum(1)
         (log_probs[0] - 0.5 * log_probs[1]).backward()
         yield from log_probs.tolist()
         yield from [p.grad.norm().item() for p in model.bert.encoder.parameters()]  # others are tied on the CPU only

@@ -42,7 +42,18 @@ def deployed(rule, origin):
     before = []  # (M, log_P) of the steps of this block
 
     def chosen(M, sure):
-        return [ell for ell, yes in zip(M, sure, strict=True) if yes]
+        return [ell for ell, is_sure in zip(M, sure, strict=True) if is_sure]
+
+    def calm(ell):
+        """Whether a position's distributions have stayed nearly the same over the rule's history (KLASS)."""
+        pairs = list(itertools.pairwise(log_P for _, log_P in before))[-rule.history :]
+        if len(pairs) < rule.history:
+            return False
+        for p, q in pairs:
+            divergence = kl(p[ell], q[ell]) if rule.kl == "paper" else kl(q[ell], p[ell])
+            if not divergence <= rule.nu:
+                return False
+        return True
 
     def pick(log_P, M):
         name = rule.name
@@ -52,7 +63,8 @@ def deployed(rule, origin):
         if name == "right_to_left":
             return M[-rule.k :]
         if name == "random":
-            return sorted(M, key=lambda ell: (int(hashed(torch.tensor(ell - origin), rule.seed)), ell))[: rule.k]
+            drawn = [(int(hashed(torch.tensor(ell - origin), rule.seed)), ell) for ell in M]
+            return [ell for _, ell in sorted(drawn)[: rule.k]]
         if name == "log_margin":
             return best(rule.k, M, -log_P[M].topk(2).values.diff()[:, 0])
         if name == "entropy_bound" and not rule.inclusive:
@@ -75,15 +87,8 @@ def deployed(rule, origin):
         if name == "threshold_until":
             return M if len(before) >= rule.steps else chosen(M, score >= odds(rule.mu)) or single
         if name == "klass":
-            pairs = list(itertools.pairwise(log_P for _, log_P in before))[-rule.history :]
-            calm = [
-                len(pairs) == rule.history
-                and all(
-                    kl(*((p[ell], q[ell]) if rule.kl == "paper" else (q[ell], p[ell]))) <= rule.nu for p, q in pairs
-                )
-                for ell in M
-            ]
-            return chosen(M, (score >= odds(rule.mu)) & torch.tensor(calm)) or single
+            stable = torch.tensor([calm(ell) for ell in M])
+            return chosen(M, (score >= odds(rule.mu)) & stable) or single
         raise NotImplementedError(name)
 
     def F(log_P, M):
@@ -124,11 +129,16 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
         if sees is not None:
             current = next(ell for ell in target if z[ell] == mask_id)
             end = zero + ((current - zero) // block + 1) * block
-            z = torch.nn.functional.pad(z[:end], (0, max(0, end - len(z)) if sees == "fill" else 0), value=mask_id)
+            z = z[:end]
+            if sees == "fill":
+                z = torch.nn.functional.pad(z, (0, end - len(z)), value=mask_id)
         logits = logits_of(z).double().masked_fill(excluded.cpu(), -math.inf)
-        return logits[:1].expand_as(logits) if tie_when_all_mask and (z == mask_id).all() else logits
+        if tie_when_all_mask and (z == mask_id).all():
+            return logits[:1].expand_as(logits)
+        return logits
 
-    F = rule_of(rule, window, blocks, {ell for ell in target if block is None or (ell - zero) % block == 0})
+    starts = {ell for ell in target if block is None or (ell - zero) % block == 0}
+    F = rule_of(rule, window, blocks, starts)
 
     def noted(log_P, M):
         nonlocal greedy
@@ -137,8 +147,10 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
         return I
 
     path = reference.log_likelihood(x, blocks, network, noted, mask_id)
-    steps = step_of_each(path.sigma, blocks)
-    return path.ll, tuple(steps[p] for p in target), tuple(path.log_p[p] for p in target), greedy, len(path.sigma)
+    step_of = step_of_each(path.sigma, blocks)
+    steps = tuple(step_of[ell] for ell in target)
+    nats = tuple(path.log_p[ell] for ell in target)
+    return path.ll, steps, nats, greedy, len(path.sigma)
 
 
 def step_of_each(sigma, blocks):
