@@ -79,11 +79,16 @@ def test_a_typo_is_answered_before_anything_heavy_is_imported(tmp_path, subtests
     done = subprocess.run(
         [sys.executable, "-c", EVERY_TYPO, every], capture_output=True, text=True, check=True, cwd=tmp_path
     )
+
     for (words, message), line in zip(TYPOS, done.stdout.splitlines(), strict=True):
-        code, said, heavy = json.loads(line)
+        code, on_stderr, heavy = json.loads(line)
         with subtests.test(" ".join(words)):
-            assert (code, heavy) == (2, []) and message in said and said.startswith("lm-eval-duel: ")
-            assert len(said.splitlines()) <= 3 and "Traceback" not in said
+            assert code == 2
+            assert heavy == []
+            assert on_stderr.startswith("lm-eval-duel: ")
+            assert message in on_stderr
+            assert "Traceback" not in on_stderr
+            assert len(on_stderr.splitlines()) <= 3
     assert not list(tmp_path.iterdir())
 
 
@@ -101,14 +106,18 @@ def test_help_says_what_is_printed_with_an_example(capsys):
 
 def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    printed = []
-    for rank in ("0", "2"):
-        monkeypatch.setenv("RANK", rank)
-        program.main(["list", "presets"])
-        printed.append(capsys.readouterr())
-    assert "llada" in printed[0].out and not printed[0].err
-    assert printed[1].out == ""
-    assert printed[1].err == "lm-eval-duel: process 2 of 3 has nothing to do: the first does it.\n"
+
+    monkeypatch.setenv("RANK", "0")
+    program.main(["list", "presets"])
+    of_first = capsys.readouterr()
+    assert "llada" in of_first.out
+    assert of_first.err == ""
+
+    monkeypatch.setenv("RANK", "2")
+    program.main(["list", "presets"])
+    of_third = capsys.readouterr()
+    assert of_third.out == ""
+    assert of_third.err == "lm-eval-duel: process 2 of 3 has nothing to do: the first does it.\n"
 
 
 # ---------------------------------------------------------------- how a command ends
@@ -128,7 +137,9 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
 def test_ends(error, code, message, capsys):
     with pytest.raises(SystemExit) as ended, errors_as_exit_codes():
         raise error
-    assert ended.value.code == code and str(ended.value) == f"lm-eval-duel: {message}"
+
+    assert ended.value.code == code
+    assert str(ended.value) == f"lm-eval-duel: {message}"
     assert capsys.readouterr().err == f"lm-eval-duel: {message}\n"
 
 
@@ -145,7 +156,9 @@ def test_an_interrupt_during_the_imports_of_a_command_ends_it_with_one_line():
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "lm-eval-duel: stopped.\n")
+
+    assert done.returncode == 130
+    assert done.stderr == "lm-eval-duel: stopped.\n"
 
 
 @pytest.mark.parametrize(("error", "own"), [(ValueError("a bug"), True), (OSError("of lm_eval"), False)])
@@ -161,7 +174,9 @@ def test_a_reader_that_left_is_no_error():
         "with errors_as_exit_codes():\n    raise BrokenPipeError(32, 'Broken pipe')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (141, "")
+
+    assert done.returncode == 141
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "shift_jis"])
@@ -240,7 +255,8 @@ def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypat
         model_of(Parser("x", "", "", "", *MODEL).parse_args(words))
     with pytest.raises(DuelError, match=r"block=8 and block=16|pretrained=demo-bd"):
         run._named(words)
-    monkeypatch.setattr(sys, "argv", ["/bin/lm_eval", "run", *words[words[0] == "demo-bd" :], "--tasks", "x=1,x=2"])
+    words_of_lm_eval = words[1:] if words[0] == "demo-bd" else words
+    monkeypatch.setattr(sys, "argv", ["/bin/lm_eval", "run", *words_of_lm_eval, "--tasks", "x=1,x=2"])
     if words[0] != "demo-bd":
         with pytest.raises(DuelError, match="block=8 and block=16"):
             DuelMDM(pretrained="demo-bd", block=16)
@@ -251,20 +267,27 @@ def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypat
 @pytest.mark.parametrize("key", ["batch_size", "max_batch_size", "device"])
 def test_a_model_arg_that_is_also_a_flag_of_lm_eval_is_a_usage_error(key):
     values = {"batch_size": 2, "max_batch_size": 2, "device": "cpu"}
-    flags = {**dict.fromkeys(values), key: values[key]}
+    not_given = dict.fromkeys(values)
+    flags = {**not_given, key: values[key]}
+
     with pytest.raises(UsageError, match=f"--{key}"):
         DuelMDM.create_from_arg_string(f"pretrained=demo-bd,{key}={values[key]}", flags)
     with pytest.raises(UsageError, match=f"--{key}"):
         DuelMDM.create_from_arg_obj({"pretrained": "demo-bd", key: values[key]}, flags)
     # in one place alone it is taken
-    model = DuelMDM.create_from_arg_obj({"pretrained": "demo-bd", key: values[key]}, dict.fromkeys(values))
+    model = DuelMDM.create_from_arg_obj({"pretrained": "demo-bd", key: values[key]}, not_given)
     assert getattr(model.options, key) == values[key]
 
 
 @pytest.mark.parametrize("name", ["run", "inspect", "generate", "audit"])
 def test_model_args_behind_a_name_are_sent_to_their_flag(name):
+    words = [name, "demo-mdm,rule=greedy"]
+    if name != "generate":
+        words += ["--tasks", "sotu"]
+
     with pytest.raises(Exit, match="--model_args") as raised:
-        program.main([name, "demo-mdm,rule=greedy", *([] if name == "generate" else ["--tasks", "sotu"])])
+        program.main(words)
+
     assert raised.value.code == 2
 
 
@@ -276,7 +299,9 @@ def test_the_model_is_named_alike_in_every_command():
     ):
         flags = Parser("x", "", "", "", *MODEL).parse_args(words)
         assert model_of(flags) == {"pretrained": "demo-bd", "block": 4, "device": None, "batch_size": "auto"}
-        assert json.loads(run._named(words)[1]) == flags.model_args == {"pretrained": "demo-bd", "block": 4}
+        assert flags.model_args == {"pretrained": "demo-bd", "block": 4}
+        _, model_args_of_run = run._named(words)
+        assert json.loads(model_args_of_run) == {"pretrained": "demo-bd", "block": 4}
 
 
 # ---------------------------------------------------------------- run
@@ -344,11 +369,14 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
     ours = [run.task_folder()]
     both = [*ours, str(tmp_path)]
     before = TaskManager.__init__
+
     for names, folders in ((["sotu", "duel_zero_shot"], ours), (["sotu", "mine", "tagged", "members", "nested"], both)):
         with run._task_files(names, folders):
-            assert not TaskManager().all_tasks and set(names) <= set(TaskManager(include_path=folders).all_tasks)
+            assert not TaskManager().all_tasks
+            assert set(names) <= set(TaskManager(include_path=folders).all_tasks)
         assert TaskManager.__init__ is before
-        assert set(tasks_named.task_manager(names, None, *folders[1:]).all_tasks).isdisjoint({"wikitext"})
+        assert "wikitext" not in tasks_named.task_manager(names, None, *folders[1:]).all_tasks
+
     elsewhere = [["sotu", "wikitext"], ["sotu*"], ["theirs"], ["outside"], [str(tmp_path / "mine.yaml")]]
     for names in elsewhere:
         with run._task_files(names, both):
@@ -357,24 +385,33 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
 
 def test_list_alone_prints_what_there_is_to_list(capsys):
     program.main(["list"])
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert {*TABLES} <= {*names}
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert set(TABLES) <= names
 
 
 def test_a_rule_is_listed_with_its_parameters(capsys):
     program.main(["list", "rules", "klass"])
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+
+    names = []
+    for line in capsys.readouterr().out.splitlines():
+        if line and not line.startswith(" "):
+            names.append(line.split()[0])
     assert names == ["klass", *declared(RULES["klass"])]
 
 
 def test_presets_are_listed_with_their_model_args(capsys):
     program.main(["list", "presets"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert all(preset.name in printed and preset.written_out in printed for preset in presets.ENTRIES)
+    for preset in presets.ENTRIES:
+        assert preset.name in printed
+        assert preset.written_out in printed
+
     program.main(["list", "presets", "llada2", "llada"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "From ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
-    assert "dparallel" not in printed and "Did you mean llada2" in refused("list", "presets", "lada2")
+    assert "dparallel" not in printed
+
+    assert "Did you mean llada2" in refused("list", "presets", "lada2")
 
 
 def test_a_reader_that_stops_reading_is_no_error():

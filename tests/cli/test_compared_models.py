@@ -1,8 +1,9 @@
-"""`score --compare`: which model args another model has from the first, one arg at a time."""
+"""`score --compare`: which model args another model has from the first, one arg at a time and whole command lines."""
 
 import pytest
 
 from lm_eval_duel.cli.models import OtherModel, other_model
+from lm_eval_duel.console.command_line import FLAGS
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
@@ -154,3 +155,57 @@ def test_an_error_names_the_inherited_args_that_it_is_about(message, named):
 
     with pytest.raises(UsageError, match=f"^{message}$"), OtherModel("", {}).naming_conflicts():
         raise UsageError(message)
+
+
+# ---------------------------------------------------------------- whole command lines
+
+
+def other(model, text):
+    """The args of --compare `text` but for `pretrained`, and those of the first model that it ignores."""
+    first = {"pretrained": "first", **FLAGS["model_args"].read("--model_args", model)}
+    second = other_model(text, first)
+    args = dict(second.args)
+    del args["pretrained"]
+    return args, set(second.ignored)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "expected", "ignored"),
+    [
+        # what a model does not set is as in --model_args
+        ("rule=greedy,block=2,cache=dual", "temperature=0.5", "rule=greedy,block=2,cache=dual,temperature=0.5", ""),
+        ("estimator=elbo,mc_samples=4,block=2", "rule=margin", "estimator=elbo,mc_samples=4,rule=margin", "block"),
+        ("rule=threshold,mu=0.8", "mu=0.7", "rule=threshold,mu=0.7", ""),
+        # a rule comes with its parameters
+        ("rule=threshold,mu=0.8,block=4", "rule=margin", "rule=margin,block=4", ""),
+        # what does not apply to its estimator is ignored
+        ("estimator=elbo,mc_samples=4,block=2", "estimator=duel", "estimator=duel,block=2", "mc_samples"),
+        ("rule=margin,k=2,block=4,cache=dual", "estimator=ar", "estimator=ar", "rule k block cache"),
+        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", "rule=margin,block=4,cache=dual", ""),
+        # a preset stands for its model args
+        ("preset=llada", "rule=greedy", "rule=greedy,block=128", ""),
+        ("preset=llada,steps=64", "estimator=elbo", "estimator=elbo", "rule steps block"),
+        ("rule=margin,k=2,block=4", "estimator=sampled_order", "estimator=sampled_order,block=4", "rule k"),
+        ("rule=margin,k=2,block=4", "estimator=mixture", "estimator=mixture,rule=margin,k=2,block=4", ""),
+        ("preset=sdar-static", "estimator=duel,rule=greedy", "estimator=duel,rule=greedy,block=4", "confidence"),
+        ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", "preset=llada", ""),
+        ("preset=llada-fast-dllm", "preset=llada", "preset=llada", ""),
+        ("rule=greedy,block=4,grid=row", "preset=llada", "preset=llada", ""),
+        ("estimator=elbo,mc_samples=4", "preset=sdar-static", "preset=sdar-static", "mc_samples"),
+    ],
+)
+def test_what_a_model_does_not_set_is_as_in_the_first(model, text, expected, ignored):
+    args, ignored_args = other(model, text)
+
+    assert args == FLAGS["model_args"].read("expected", expected)
+    assert ignored_args == set(ignored.split())
+
+
+def test_what_describes_one_checkpoint_is_not_taken_for_another():
+    with pytest.raises(DuelError, match=r"mask_token_id=3 of --model_args .*mask_token_id=none"):
+        other("mask_token_id=3,rule=greedy", "demo-bd")
+
+    args, _ = other("mask_token_id=3", "demo-bd,mask_token_id=none")
+    assert args["mask_token_id"] is None
+    args, _ = other("mask_token_id=3", "rule=margin")  # the same checkpoint
+    assert args["mask_token_id"] == 3

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,16 @@ def value_or_name(parse, words, name):
         return "refused"
 
 
+def read_alone(flag, key, written):
+    """What a flag reads, whatever the other flags are."""
+    try:
+        if flag.many:
+            return [flag.kind(f"--{key}", written)]
+        return flag.read(f"--{key}", written)
+    except DuelError:
+        return "refused"
+
+
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_flag_at_a_falsy_value_is_that_value_or_refused(name, place, monkeypatch):
     """Neither its default, nor as if it were not given; twice, it is an error; not given, it is its default."""
@@ -83,12 +94,9 @@ def test_a_flag_at_a_falsy_value_is_that_value_or_refused(name, place, monkeypat
             assert getattr(parse([*words, *more, f"--{key}"]), key) is True
             continue
         for written in ("0", ""):
-            try:
-                expected = [flag.kind(f"--{key}", written)] if flag.many else flag.read(f"--{key}", written)
-            except DuelError:
-                expected = "refused"
-            found = value_or_name(parse, [*words, *more, f"--{key}={written}"], key)
-            assert found in (expected, "refused"), (key, written)
+            expected = read_alone(flag, key, written)
+            value = value_or_name(parse, [*words, *more, f"--{key}={written}"], key)
+            assert value in (expected, "refused"), (key, written)
         with pytest.raises(UsageError, match=key):
             parse([*words, f"--{key}=1", f"--{key}=1"])
 
@@ -116,8 +124,8 @@ def test_the_ends_of_a_range(name, key, place):
     taken, refused = ENDS[name, key]
     more = ["--page"] if key in ABOUT_THE_PAGE else []
     for written in taken:
-        found = getattr(parse([*words, *more, f"--{key}", written]), key)
-        assert found == [written] or str(found) == written or float(found) == float(written)
+        value = getattr(parse([*words, *more, f"--{key}", written]), key)
+        assert value == [written] or str(value) == written or float(value) == float(written)
     for written in refused:
         with pytest.raises(UsageError, match=key):
             parse([*words, *more, f"--{key}={written}"])
@@ -153,6 +161,7 @@ PAGES = {  # flags of the page, and the documents that are shown
 @pytest.mark.parametrize("flags", PAGES)
 def test_so_many_documents_are_on_the_page(flags, traced_place):
     report.main(["results", "--out", "out", "--traces", "t.jsonl", "--page", *flags.split()])
+
     page = (traced_place / "out" / "index.html").read_text()
     assert [n for n in range(5) if f":{100 + n}" in page] == PAGES[flags]
 
@@ -161,15 +170,18 @@ def test_a_page_has_its_heading_and_its_tokenizer_and_no_page_has_none(traced_pl
     words = ["results", "--out", "out", "--traces", "t.jsonl"]
     report.main([*words, "--page", "--title", "A heading", "--tokenizer", "another"])
     page = (traced_place / "out" / "index.html").read_text()
-    assert "A heading" in page and "another:100" in page
+    assert "A heading" in page
+    assert "another:100" in page
     *_, last = capsys.readouterr().out.splitlines()
     listed = last.removeprefix("wrote to out: ").split(", ")
     assert sorted(listed) == sorted(file.name for file in (traced_place / "out").iterdir())
+
     report.main(["results", "--out", "second", "--traces", "t.jsonl"])
     assert not (traced_place / "second" / "index.html").exists()
-    for flags in (["--title", "x"], ["--shown", "0"], ["--tokenizer", "x"]):
-        with pytest.raises(UsageError, match=f"{flags[0]}: .*--page"):
-            report.parse([*words, *flags])
+
+    for flag, value in (("--title", "x"), ("--shown", "0"), ("--tokenizer", "x")):
+        with pytest.raises(UsageError, match=f"{flag}: .*--page"):
+            report.parse([*words, flag, value])
     with pytest.raises(UsageError, match="--apart and --as_published"):
         report.parse([*words, "--apart", "--as_published"])
 
@@ -179,8 +191,11 @@ def test_every_trace_that_is_named_is_taken(traced_place):
     (traced_place / "more").mkdir()
     content = (traced_place / "t.jsonl").read_text()
     (traced_place / "more" / "u.jsonl").write_text(content)
-    found = report.parse(["results", "--out", "out", "--traces", "more", "t.jsonl"]).traces
-    assert [str(path).rpartition("/")[2] for path in found] == ["u.jsonl", "t.jsonl"]
+
+    first, second = report.parse(["results", "--out", "out", "--traces", "more", "t.jsonl"]).traces
+
+    assert Path(first).name == "u.jsonl"
+    assert Path(second).name == "t.jsonl"
 
 
 def test_what_cannot_be_read_is_found_before_anything_is_written(traced_place):
@@ -201,13 +216,24 @@ def test_what_cannot_be_read_is_found_before_anything_is_written(traced_place):
     ],
 )
 def test_figures_have_their_formats_and_their_width(flags, formats, width, place, monkeypatch):
-    asked = []
+    written = []
+
+    def write(*given):
+        written.append(given)
+        return ["report.md"]
+
     monkeypatch.setattr(report, "collect", lambda options: "a report")
-    monkeypatch.setattr(report, "console", lambda made: "as text")
-    monkeypatch.setattr(report, "write", lambda *given: asked.append(given) or ["report.md"])
+    monkeypatch.setattr(report, "console", lambda content: "as text")
+    monkeypatch.setattr(report, "write", write)
+
     report.main(["results", "--out", "out", *flags])
-    [(made, out, given_formats, given_width, others)] = asked
-    assert (made, out, tuple(given_formats), given_width, others) == ("a report", "out", formats, width, {})
+
+    [(content, out, formats_of_figures, width_of_figures, others)] = written
+    assert content == "a report"
+    assert out == "out"
+    assert tuple(formats_of_figures) == formats
+    assert width_of_figures == width
+    assert others == {}
 
 
 def test_none_of_several_values_stands_alone(place):
@@ -318,24 +344,40 @@ NO_METHOD = {
     "top_k": None,
     "top_p": None,
     "seed": 0,
-    **{"fingerprint": "f", "estimator": "duel", "rule": "greedy:k=1", "block": 4, "grid": "target", "cache": "dual"},
+    "fingerprint": "f",
+    "estimator": "duel",
+    "rule": "greedy:k=1",
+    "block": 4,
+    "grid": "target",
+    "cache": "dual",
 }
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("flags", ["", *SETTINGS])
 def test_every_setting_of_generate_reaches_the_draws_and_the_lines(flags, place, monkeypatch):
-    settings, method = SETTINGS.get(flags, ({}, {}))
+    changed_settings, changed_method = SETTINGS.get(flags, ({}, {}))
+    settings = {**NO_SETTINGS, **changed_settings}
+    method = {**NO_METHOD, **changed_method}
     duel = Drawing()
     monkeypatch.setattr(lm_eval_duel, "Duel", duel)
+
     generate.main([*flags.split(), "--prompt", "a \u00e9", "b", "--out", "out.jsonl"])
-    assert duel.settings == {**NO_SETTINGS, **settings}
-    lines = [json.loads(line) for line in (place / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    assert duel.settings == settings
+    assert duel.name == method["pretrained"]
+    assert "pretrained" not in duel.model
+    assert duel.model["batch_size"] == (3 if flags == "--batch_size 3" else None)
+
+    lines = lines_of(place / "out.jsonl")
     assert [(line["prompt"], line["sample"], line["context"]) for line in lines] == [(0, 0, "a \u00e9"), (1, 0, "b")]
     for line in lines:
-        named = {key: line[key] for key in NO_METHOD}
-        assert named == {**NO_METHOD, **method} and line["log_prob"] is None and line["window"] == {"target": [5]}
-    assert duel.name == {**NO_METHOD, **method}["pretrained"] and "pretrained" not in duel.model
-    assert duel.model["batch_size"] == (3 if flags == "--batch_size 3" else None)
+        assert method.items() <= line.items()
+        assert line["log_prob"] is None
+        assert line["window"] == {"target": [5]}
 
 
 def test_a_sampler_without_a_rule_has_none(place, monkeypatch):
@@ -356,9 +398,13 @@ def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatc
     monkeypatch.setattr(lm_eval_duel, "Duel", Drawing(interrupted=True))
     with pytest.raises(Exit) as ended:
         command(["generate", "--prompt", "a", "b", "c", "d", "--out", "out.jsonl"])
+
     assert ended.value.code == command_line.INTERRUPTED
-    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
-    assert [(line["prompt"], line["context"]) for line in lines] == [(2, "c"), (3, "d")]
+    third, fourth = lines_of(place / "out.jsonl")
+    assert third["prompt"] == 2
+    assert third["context"] == "c"
+    assert fourth["prompt"] == 3
+    assert fourth["context"] == "d"
 
 
 @pytest.mark.parametrize(
@@ -372,8 +418,7 @@ def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatc
     ],
 )
 def test_prompts(named, texts, place):
-    rows = [{"prompt": "x", "other": "y"}, {"prompt": "z", "other": "w"}]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "rows.jsonl").write_text('{"prompt": "x", "other": "y"}\n{"prompt": "z", "other": "w"}\n')
     (place / "lines.txt").write_text("c d\n\ne\n")
     assert generate.parse(named).prompts == texts
 
@@ -393,7 +438,9 @@ def test_prompts(named, texts, place):
 def test_an_audit_is_in_float32_or_better(args, used, of_run):
     """And says which runs have another fingerprint."""
     options = audit.parse(["demo-mdm", "--tasks", "sotu", "--model_args", args])
-    assert (options.model["dtype"], options.dtype) == (used, of_run)
+    assert options.model["dtype"] == used
+    assert options.dtype == of_run
+
     lm = SimpleNamespace(options=SimpleNamespace(dtype=used), fingerprint="f")
     said = audited_run.described_dtype(lm, options.dtype)
     assert said.startswith(f"Audited in {used}, fingerprint f. A run in ")
@@ -412,7 +459,11 @@ def test_the_documents_of_the_limit_are_audited_and_the_others_are_company():
     lm = SimpleNamespace(loglikelihood_rolling=rolling, evaluation=SimpleNamespace(stats=statistics))
     requests = [make_request("loglikelihood_rolling", {}, (f"a b {n}",), "t", n) for n in (0, 1, 2, 3)]
     findings = audited_run.Audit("float32")
+
     audited_run.audit_requests(lm, None, requests, 2, findings)
-    assert [request.doc_id for request in scored if request.task_name == "t"] == [0, 1]
+
+    audited = [request.doc_id for request in scored if request.task_name == "t"]
     company = [request.args[0] for request in scored if request.task_name != "t"]
-    assert company == ["a b 2", "a b 3", "a b ", "a b "] and len(findings.problems) == 1
+    assert audited == [0, 1]
+    assert company == ["a b 2", "a b 3", "a b ", "a b "]
+    assert len(findings.problems) == 1

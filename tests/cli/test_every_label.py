@@ -19,23 +19,31 @@ from lm_eval_duel.options import Options
 
 BOUND = Score(-7.25, stderr=0.5, kind=Kind.UPPER_BOUND)
 NAMES = {4: "[MASK]", 2: "[CLS]", 3: "[SEP]"}
+NETWORK = {
+    "attention": "bidirectional",
+    "block": None,
+    "family": "masked-lm",
+    "quantized": False,
+    "device": "cpu",
+    "shift": 0,
+    "mask_id": 4,
+    "relative_positions": True,
+    "honours_padding": True,
+    "max_length": 16,
+    "noise_training": None,
+}
+SPEC = {"denoiser": "Bert", "dtype": "float32", "vocabulary": "33 of 40", "weights": "digest"}
+TEXT = {"prefix": (2,), "suffix": (3,), "bos": "given", "capacity": 14}
+ESTIMATOR = {"block": 32, "grid": "target", "name": "duel", "worth": worth("duel", {})}
 
 
 def model(spec=None, text=None, estimator=None, **network):
     """A model of the harness as `inspect` reads it: a bidirectional network of masks, but for what is given."""
-    network = {
-        **{"attention": "bidirectional", "block": None, "family": "masked-lm", "quantized": False, "device": "cpu"},
-        **{"shift": 0, "mask_id": 4, "relative_positions": True, "honours_padding": True, "max_length": 16},
-        **{"noise_training": None, **network},
-    }
-    spec = {"denoiser": "Bert", "dtype": "float32", "vocabulary": "33 of 40", "weights": "digest", **(spec or {})}
-    text = {"prefix": (2,), "suffix": (3,), "bos": "given", "capacity": 14, **(text or {})}
-    estimator = {"block": 32, "grid": "target", "name": "duel", "worth": worth("duel", {}), **(estimator or {})}
     return SimpleNamespace(
-        denoiser=SimpleNamespace(**network),
-        spec=spec,
-        text=SimpleNamespace(**text),
-        estimator=SimpleNamespace(**estimator),
+        denoiser=SimpleNamespace(**NETWORK | network),
+        spec=SPEC | (spec or {}),
+        text=SimpleNamespace(**TEXT | (text or {})),
+        estimator=SimpleNamespace(**ESTIMATOR | (estimator or {})),
         tokenizer=SimpleNamespace(convert_ids_to_tokens=NAMES.get, mask_token_id=4),
     )
 
@@ -120,11 +128,17 @@ def test_every_line_says_what_the_network_is(more, label, says, described):
 )
 def test_the_line_of_one_text(name, score, says):
     windows = [Window((2,), (5, 6), (3,))]
+
+    def log_prob(given):
+        assert given is windows
+        return [score]
+
     lm = model(
         spec={"rule": "greedy:k=1"} if name == "duel" else {},
         text={"windows": lambda text: windows},
-        estimator={"name": name, "log_prob": lambda given: [score] if given is windows else []},
+        estimator={"name": name, "log_prob": log_prob},
     )
+
     assert inspect._score(lm).startswith(says.format(repr(inspect.SENTENCE)))
 
 
@@ -161,17 +175,29 @@ def test_the_estimators_that_are_timed(network, estimator, names, monkeypatch):
 
     monkeypatch.setattr(Estimator, "from_options", made)
     monkeypatch.setattr(timing, "_timed", lambda lm, given, windows: (given.estimator, len(windows)))
+
     timed, notes = timing.measure(lm, [[Window((), (1, 2)), Window((), ())], [Window((), (3,))]])
-    assert [given.estimator for given in asked] == names and asked[0] is options
+
+    assert [given.estimator for given in asked] == names
+    assert asked[0] is options
     assert timed == [(name, 2) for name in names if name != "two_phase"]
-    assert notes == ["two_phase: no cache here"] * ("two_phase" in names)
+    assert notes == (["two_phase: no cache here"] if "two_phase" in names else [])
     for given in asked[1:]:
-        assert given.estimator_args == Options.parse({"estimator": given.estimator, "block": 4}).estimator_args
-        assert (given.block, given.rule) == (options.block, options.rule)
+        with_defaults = Options.parse({"estimator": given.estimator, "block": 4})
+        assert given.estimator_args == with_defaults.estimator_args
+        assert given.block == options.block
+        assert given.rule == options.rule
 
 
 def window(text):
+    """A window whose ids are the characters of a text."""
     return [Window((), tuple(map(ord, text)))]
+
+
+def text_of(windows):
+    """The text of such a window."""
+    [only] = windows
+    return "".join(map(chr, only.target))
 
 
 def test_the_first_documents_of_tasks_and_files_are_timed(monkeypatch, tmp_path):
@@ -179,25 +205,44 @@ def test_the_first_documents_of_tasks_and_files_are_timed(monkeypatch, tmp_path)
     (tmp_path / "t.txt").write_text("ab\ncd\nef\n")
     kinds = ["loglikelihood_rolling", "loglikelihood"] * 2
     task = SimpleNamespace(instances=[SimpleNamespace(request_type=kind, n=n) for n, kind in enumerate(kinds)])
-    monkeypatch.setattr(requests, "document_windows", lambda text, found: [window(f"whole {r.n}") for r in found])
-    monkeypatch.setattr(requests, "continuation_windows", lambda text, found: [window(f"gap {r.n}") for r in found])
+
+    def whole(text, asked):
+        return [window(f"whole {request.n}") for request in asked]
+
+    def gaps(text, asked):
+        return [window(f"gap {request.n}") for request in asked]
+
+    monkeypatch.setattr(requests, "document_windows", whole)
+    monkeypatch.setattr(requests, "continuation_windows", gaps)
     lm = model(text={"windows": window})
     options = SimpleNamespace(files=[str(tmp_path / "t.txt")], field="text", lines=True, limit=2)
-    found = ["".join(map(chr, windows[0].target)) for windows in timing.read_documents(lm, options, [task])]
-    assert found == ["whole 0", "whole 2", "gap 1", "gap 3", "ab", "cd"]
+
+    documents = timing.read_documents(lm, options, [task])
+    assert [text_of(windows) for windows in documents] == ["whole 0", "whole 2", "gap 1", "gap 3", "ab", "cd"]
+
     options.limit = None
     assert len(timing.read_documents(lm, options, [])) == 3
+
+    without_tokens = model(text={"windows": lambda text: [Window((2,), ())]})
     with pytest.raises(DuelError):
-        timing.read_documents(model(text={"windows": lambda text: [Window((2,), ())]}), options, [])
+        timing.read_documents(without_tokens, options, [])
 
 
 def test_tasks_are_loaded_with_their_metadata_and_limit(monkeypatch):
     asked = []
-    monkeypatch.setattr(inspect.named, "load", lambda *given: asked.append(given) or ["a task"])
+
+    def load(*given):
+        asked.append(given)
+        return ["a task"]
+
+    monkeypatch.setattr(inspect.named, "load", load)
     words = ["demo-mdm", "--model_args", "max_length=8", "--limit", "2", "--metadata", "max_length=9,a=1"]
+
     assert inspect._load_tasks(inspect.parse([*words, "--tasks", "sotu,ptb"])) == ["a task"]
     assert asked == [(["sotu", "ptb"], {"pretrained": "demo-mdm", "max_length": 9, "a": 1}, None, 2)]
-    assert inspect._load_tasks(inspect.parse(words)) == [] and len(asked) == 1
+
+    assert inspect._load_tasks(inspect.parse(words)) == []
+    assert len(asked) == 1
 
 
 def test_every_count_and_unit_of_the_table(monkeypatch):
@@ -208,8 +253,10 @@ def test_every_count_and_unit_of_the_table(monkeypatch):
         timing.TimedEstimator("other", "a value", 1, 0.5, 0),
     ]
     documents = [[Window((1,), (2, 3)), Window((), (4,))], [Window((), (5,))]]
-    lm = model()
-    shown = timing.table(lm, documents, timed, ["a note"]).splitlines()
+
+    shown = timing.table(model(), documents, timed, ["a note"]).splitlines()
+    figures = timing.figures(documents, timed, ["a note"])
+
     assert shown[0] == (
         "2 documents, 4 tokens in 3 windows of at most 3 positions. Up to 4 windows were timed for each estimator, "
         "on cpu:"
@@ -221,10 +268,13 @@ def test_every_count_and_unit_of_the_table(monkeypatch):
         "elbo 5 6 7 2 h 1,024 a bound",
         "other 0.5 s 0 a value",
     ]
-    assert "at most that" in shown[6] and shown[7:] == ["a note"]
-    found = timing.figures(documents, timed, ["a note"])
-    assert json.loads(json.dumps(found))["estimators"] == {each.estimator: dataclasses.asdict(each) for each in timed}
-    assert list(found["estimators"]) == ["duel", "elbo", "other"]
+    assert "at most that" in shown[6]
+    assert shown[7:] == ["a note"]
+
+    assert list(figures["estimators"]) == ["duel", "elbo", "other"]
+    in_json = json.loads(json.dumps(figures))["estimators"]
+    for estimator in timed:
+        assert in_json[estimator.estimator] == dataclasses.asdict(estimator)
 
 
 @pytest.mark.parametrize("asked", [None, "-", "file"])
@@ -240,14 +290,16 @@ def test_json_has_what_is_printed(asked, texts, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(timing, "read_documents", lambda lm, options, tasks: [window("ab")] if texts else [])
     monkeypatch.setattr(timing, "measure", lambda lm, documents: ([], ["a note"]))
     monkeypatch.setattr(timing, "table", lambda lm, documents, timed, notes: f"{len(documents)} document, {notes}")
-    words = [] if asked is None else ["--json", "out.json"] if asked == "file" else ["--json"]
-    program.main(["inspect", "demo-mdm", "--model_args", "block=4", *texts, *words])
-    [args] = made
-    assert args == {"pretrained": "demo-mdm", "block": 4, "device": None, "batch_size": "auto"}
-    printed = capsys.readouterr().out
+    words = {None: [], "-": ["--json"], "file": ["--json", "out.json"]}[asked]
     expected = {"checkpoint": {"checkpoint": "demo-mdm", "mask": "4"}}
     if texts:
         expected |= {"documents": 1, "windows": 1, "length": 2, "tokens": 2, "estimators": {}, "left_out": ["a note"]}
+
+    program.main(["inspect", "demo-mdm", "--model_args", "block=4", *texts, *words])
+
+    [args] = made
+    assert args == {"pretrained": "demo-mdm", "block": 4, "device": None, "batch_size": "auto"}
+    printed = capsys.readouterr().out
     if asked == "-":
         assert json.loads(printed) == expected
         return

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from lm_eval_duel.audit.checked import ALONE, RUNS_RULE, CheckedWindow, Recomputed
@@ -27,15 +28,22 @@ def test_durations(seconds, shown):
 
 
 def test_counts_of_times():
-    assert [timing._count(value, "≤ ") for value in (None, 0, 1, 12345.6)] == ["", "", "≤ 1", "≤ 12,346"]
+    assert timing._count(None, "≤ ") == ""
+    assert timing._count(0, "≤ ") == ""
+    assert timing._count(1, "≤ ") == "≤ 1"
+    assert timing._count(12345.6, "≤ ") == "≤ 12,346"
 
 
 @pytest.mark.parametrize(("counts", "shown"), [([1, 1], "1 window was"), ([2, 1], "2 windows were")])
 def test_the_most_windows_that_were_timed(monkeypatch, counts, shown):
     monkeypatch.setattr(timing, "_steps", lambda lm: "")
-    timed = [timing.TimedEstimator(f"e{n}", "", count, 1.0, 0) for n, count in enumerate(counts)]
+    first, second = counts
+    timed = [timing.TimedEstimator("first", "", first, 1.0, 0), timing.TimedEstimator("second", "", second, 1.0, 0)]
     lm = SimpleNamespace(denoiser=SimpleNamespace(device="cpu"))
-    assert f"Up to {shown} timed" in timing.table(lm, [[Window((), (5, 6))]], timed, [])
+
+    table = timing.table(lm, [[Window((), (5, 6))]], timed, [])
+
+    assert f"Up to {shown} timed" in table
 
 
 class Timed(SimpleNamespace):
@@ -45,12 +53,16 @@ class Timed(SimpleNamespace):
     worth = Value(0.0)
 
 
+def lengths_of(windows):
+    return [len(window.target) for window in windows]
+
+
 def timed_windows(monkeypatch, lengths, first_seconds, budget=16):
     """What is timed of windows of these lengths, the first of which takes so long, and the windows that were."""
     samples = []
 
     def seconds(estimator, windows):
-        samples.append([len(window.target) for window in windows])
+        samples.append(lengths_of(windows))
         return first_seconds if len(samples) == 1 else 2.0
 
     monkeypatch.setattr(timing, "_seconds", seconds)
@@ -59,9 +71,15 @@ def timed_windows(monkeypatch, lengths, first_seconds, budget=16):
     monkeypatch.setattr(cost, "layouts", list)
 
     def sum_over(windows, count):
-        rows = [len(window.target) for window in windows]
-        counts = {"nfe": sum(rows), "rows": sum(rows), "token_rows": sum(n * n for n in rows)}
-        return SimpleNamespace(**counts, longest=max(rows), weight=counts["token_rows"])
+        steps = lengths_of(windows)
+        token_rows = sum(n * n for n in steps)
+        return SimpleNamespace(
+            nfe=sum(steps),
+            rows=sum(steps),
+            token_rows=token_rows,
+            longest=max(steps),
+            weight=token_rows,
+        )
 
     monkeypatch.setattr(cost, "sum_over", sum_over)
     lm = SimpleNamespace(denoiser=SimpleNamespace(device="cpu"))
@@ -74,16 +92,19 @@ def test_four_windows_are_timed_unless_the_first_takes_ten_seconds(monkeypatch):
     """The first is of median length; the others are the middles of four equal parts of the sorted windows."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4]  # sorted: 1 2 3 4 6 7 8 9
     token_rows = sum(n * n for n in lengths)
-    found, samples = timed_windows(monkeypatch, lengths, 9.99)
-    assert samples == [[6], [2, 4, 7, 9]] and found.windows == 4
-    assert found.seconds == pytest.approx(2.0 * token_rows / (4 + 16 + 49 + 81))
-    assert found.nfe == found.rows == sum(lengths)
-    assert found.token_rows == token_rows
-    assert found.calls == math.ceil(token_rows / 16)
-    assert found.peak_memory == 7
+    short, samples = timed_windows(monkeypatch, lengths, 9.99)
+    assert samples == [[6], [2, 4, 7, 9]]
+    assert short.windows == 4
+    assert short.seconds == pytest.approx(2.0 * token_rows / (4 + 16 + 49 + 81))
+    assert short.nfe == sum(lengths)
+    assert short.rows == sum(lengths)
+    assert short.token_rows == token_rows
+    assert short.calls == math.ceil(token_rows / 16)
+    assert short.peak_memory == 7
 
     long, samples = timed_windows(monkeypatch, lengths, 10.0)
-    assert samples == [[6]] and long.windows == 1
+    assert samples == [[6]]
+    assert long.windows == 1
     assert long.seconds == pytest.approx(10.0 * token_rows / 36)
 
     one, samples = timed_windows(monkeypatch, [5], 1.0, budget=1000)
@@ -97,9 +118,15 @@ def test_four_windows_are_timed_unless_the_first_takes_ten_seconds(monkeypatch):
 
 def test_windows_without_a_token_are_not_timed_and_count_as_windows():
     documents = [[Window((1,), (2, 3)), Window((), ())], [], [Window((1, 1), (2,), (5,))]]
-    found = timing.figures(documents, [], ["note"])
-    assert (found["documents"], found["windows"], found["tokens"], found["length"]) == (3, 3, 3, 4)
-    assert [len(window.target) for window in timing._scored(documents)] == [2, 1] and found["left_out"] == ["note"]
+
+    figures = timing.figures(documents, [], ["note"])
+
+    assert figures["documents"] == 3
+    assert figures["windows"] == 3
+    assert figures["tokens"] == 3
+    assert figures["length"] == 4
+    assert figures["left_out"] == ["note"]
+    assert lengths_of(timing._scored(documents)) == [2, 1]
 
 
 # ---------------------------------------------------------------- the audit
@@ -112,47 +139,62 @@ def checked(n, tokens=3, run=-5.0, again=-5.0, **more):
 
 def test_nothing_checked_is_no_pass():
     nothing = Audit("float32")
-    assert nothing.unchecked and nothing.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
+    assert nothing.unchecked
+    assert nothing.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
+
     alone = Audit("float32", checked=[checked(0, route=ALONE)])
-    assert alone.unchecked and alone.verdict.startswith("NOTHING CHECKED: 1 window")
+    assert alone.unchecked
+    assert alone.verdict.startswith("NOTHING CHECKED: 1 window")
+
     zero = Audit("float32", checked=[checked(0, run=-math.inf, again=-math.inf)])
-    assert zero.unchecked and zero.verdict.startswith("NOTHING CHECKED: 1 window")
+    assert zero.unchecked
+    assert zero.verdict.startswith("NOTHING CHECKED: 1 window")
+
     one_of_two = Audit("float32", checked=[*zero.checked, checked(1)])
-    assert not one_of_two.unchecked and "1 window with the reference" in one_of_two.verdict
+    assert not one_of_two.unchecked
+    assert "1 window with the reference" in one_of_two.verdict
+
     by_its_own_rule = Audit("float32", checked=[checked(0, route=RUNS_RULE)])
     assert "Not compared: how the rule decides (both sides run its own code, in 1 window)." in by_its_own_rule.verdict
+
     infinite_in_the_run = Audit("float32", checked=[checked(0, run=-math.inf)])
     assert infinite_in_the_run.verdict.startswith("FAIL")
 
 
 def test_the_verdict_counts_what_was_compared_and_what_was_not():
-    found = Audit("float32")
-    found.checked = [checked(0), checked(1, 4), checked(2, 2, route=ALONE, why_alone="its rule"), checked(3, 0)]
-    found.not_compared = ["the network (--no_own_code)"]
-    found.held.hold("draws", [])
-    found.held.hold("draws", [])
-    found.lines = ["a line"]
-    found.notes = ["odd", "odder"]
-    assert found.verdict == (
+    findings = Audit("float32")
+    findings.checked = [checked(0), checked(1, 4), checked(2, 2, route=ALONE, why_alone="its rule"), checked(3, 0)]
+    findings.not_compared = ["the network (--no_own_code)"]
+    findings.held.hold("draws", [])
+    findings.held.hold("draws", [])
+    findings.lines = ["a line"]
+    findings.notes = ["odd", "odder"]
+
+    assert findings.verdict == (
         "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
         "Not compared: the network (--no_own_code), 1 window (its rule). "
         f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Note: odd; odder."
     )
-    assert found.failures == []
+    assert findings.failures == []
 
 
 def test_everything_that_differs_is_a_failure():
-    found = Audit("float32")
-    found.checked = [checked(n, again=-6.0) for n in range(5)]
-    found.held.hold("draws", ["a contradiction"])
-    found.problems = ["a problem"]
-    found.network = [SimpleNamespace(differs=True, what="network"), SimpleNamespace(differs=False, what="weights")]
-    windows, network, *others = found.failures
-    assert windows.startswith("5 of 5 windows differ: ") and windows.count("document") == 3
-    assert network == str(found.network[0])
+    other_network = SimpleNamespace(differs=True, what="network")
+    same_weights = SimpleNamespace(differs=False, what="weights")
+    findings = Audit("float32")
+    findings.checked = [checked(n, again=-6.0) for n in range(5)]
+    findings.held.hold("draws", ["a contradiction"])
+    findings.problems = ["a problem"]
+    findings.network = [other_network, same_weights]
+
+    windows, network, *others = findings.failures
+
+    assert windows.startswith("5 of 5 windows differ: ")
+    assert windows.count("document") == 3
+    assert network == str(other_network)
     assert others == ["a contradiction", "a problem"]
     compared = "5 windows with the reference, network, weights, draws"
-    assert found.verdict.startswith(f"FAIL: 5 windows, 15 tokens. Compared: {compared}")
+    assert findings.verdict.startswith(f"FAIL: 5 windows, 15 tokens. Compared: {compared}")
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 1000])
@@ -192,11 +234,11 @@ def windows_of(**more):
 def totals(windows, **changed):
     """The problems with the totals of windows, which are right but for those that are changed."""
     count = len(windows)
-    nats = [each.score.log_prob for each in windows]
-    rate = sum(nats) / sum(each.tokens for each in windows)
-    squares = [(each.score.log_prob - rate * each.tokens) ** 2 for each in windows]
-    window_stderr = math.sqrt(count / (count - 1) * sum(squares))
-    value = {"log_prob": sum(nats), "stderr": None, "window_stderr": window_stderr} | changed
+    nats = np.array([window.score.log_prob for window in windows])
+    tokens = np.array([window.tokens for window in windows])
+    residuals = nats - nats.sum() / tokens.sum() * tokens
+    window_stderr = math.sqrt(count / (count - 1) * (residuals**2).sum())
+    value = {"log_prob": float(nats.sum()), "stderr": None, "window_stderr": window_stderr} | changed
     return list(audited_run.totals_problems(SimpleNamespace(name="duel"), windows, {"duel": value}))
 
 
@@ -213,7 +255,8 @@ def test_totals_are_recomputed():
     drawn = windows_of(stderr=0.3)
     error = math.sqrt(4 * 0.3**2)
     assert totals(drawn, stderr=error) == []
-    assert len(totals(drawn, stderr=error * 1.002)) == len(totals(drawn, stderr=error / 2)) == 1
+    assert len(totals(drawn, stderr=error * 1.002)) == 1
+    assert len(totals(drawn, stderr=error / 2)) == 1
     with_copy = [*drawn[:3], dataclasses.replace(drawn[0], request=3)]
     assert totals(with_copy, stderr=math.hypot(2 * 0.3, 0.3, 0.3)) == []
 
@@ -232,11 +275,20 @@ def test_the_error_over_noise_seeds_is_that_of_the_sums_of_each_seed():
 
 def test_the_company_of_audited_texts():
     """Other documents of the task, and the same texts without their last word; nothing of a text of one word."""
-    requests = [SimpleNamespace(args=args, request_type="loglikelihood") for args in (("c", " a b  c "), ("", "x"))]
+    requests = [
+        SimpleNamespace(args=("c", " a b  c "), request_type="loglikelihood"),
+        SimpleNamespace(args=("", "x"), request_type="loglikelihood"),
+    ]
     others = [SimpleNamespace(args=("d", "e"))]
-    found = audited_run.company(requests, others)
-    assert [request.args for request in found] == [("d", "e"), ("c", " a b  ")]
-    assert [request.doc_id for request in found] == [0, 1] and {request.task_name for request in found} != {"t"}
+
+    other, shortened = audited_run.company(requests, others)
+
+    assert other.args == ("d", "e")
+    assert other.doc_id == 0
+    assert shortened.args == ("c", " a b  ")
+    assert shortened.doc_id == 1
+    for request in (other, shortened):
+        assert request.task_name != "t", "they are not audited"
 
 
 # ---------------------------------------------------------------- score and generate
@@ -247,21 +299,30 @@ def line(nats, tokens, words, size, **value):
 
 
 def test_figures_of_a_document():
-    found = line(-6.0, 3, 2, 8).figures()
-    assert found["token_perplexity"] == pytest.approx(math.exp(2.0))
-    assert found["word_perplexity"] == pytest.approx(math.exp(3.0))
-    assert found["bits_per_byte"] == pytest.approx(6.0 / math.log(2) / 8)
-    one = line(-6.0, 1, 1, 1).figures()
-    assert one["token_perplexity"] == one["word_perplexity"] == pytest.approx(math.exp(6.0))
-    assert one["bits_per_byte"] == pytest.approx(6.0 / math.log(2))
-    assert [line(0.0, 0, 0, 0).figures()[name] for name in score.RATES] == [None, None, None]
+    figures = line(-6.0, 3, 2, 8).figures()
+    assert figures["token_perplexity"] == pytest.approx(math.exp(2.0))
+    assert figures["word_perplexity"] == pytest.approx(math.exp(3.0))
+    assert figures["bits_per_byte"] == pytest.approx(6.0 / math.log(2) / 8)
+
+    of_one_unit = line(-6.0, 1, 1, 1).figures()
+    assert of_one_unit["token_perplexity"] == pytest.approx(math.exp(6.0))
+    assert of_one_unit["word_perplexity"] == pytest.approx(math.exp(6.0))
+    assert of_one_unit["bits_per_byte"] == pytest.approx(6.0 / math.log(2))
+
+    of_nothing = line(0.0, 0, 0, 0).figures()
+    assert of_nothing["token_perplexity"] is None
+    assert of_nothing["word_perplexity"] is None
+    assert of_nothing["bits_per_byte"] is None
 
 
 def test_the_error_over_documents_is_that_of_a_ratio():
     lines = [line(-6.0, 3, 2, 8), line(-10.0, 4, 3, 9), line(-3.0, 2, 1, 5)]
     total = score._total(lines, 0.25)
-    assert (total.value.nats, total.value.error) == (-19.0, 0.25)
-    assert (total.tokens, total.words, total.bytes) == (9, 6, 22)
+    assert total.value.nats == -19.0
+    assert total.value.error == 0.25
+    assert total.tokens == 9
+    assert total.words == 6
+    assert total.bytes == 22
 
     model = score.ScoredModel({}, "duel", lines, total)
     rate = 19.0 / 22
@@ -296,13 +357,23 @@ def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):
         generate.main(["--prompt", "a", "b", "c", "--num", str(count)])
     for count in (1, 2, 300):
         prompts, keys, options = asked[3 * count]
+        expected = []
+        for prompt in range(3):
+            expected += [(prompt << 32) + sample for sample in range(count)]
         assert prompts == ["a"] * count + ["b"] * count + ["c"] * count
-        expected = [(prompt << 32) + sample for prompt in range(3) for sample in range(count)]
-        assert keys == expected and len({*keys}) == 3 * count
-    assert (options["max_new_tokens"], options["seed"], options["temperature"]) == (64, 0, 1.0)
-    assert options["do_sample"] is True and options["top_k"] is options["top_p"] is None
+        assert keys == expected
+        assert len(set(keys)) == 3 * count
+    assert options["max_new_tokens"] == 64
+    assert options["seed"] == 0
+    assert options["temperature"] == 1.0
+    assert options["do_sample"] is True
+    assert options["top_k"] is None
+    assert options["top_p"] is None
+
     generate.main(["--prompt", "a", "--temperature", "0"])
-    assert asked[1][2]["do_sample"] is False
+    _, _, options = asked[1]
+    assert options["do_sample"] is False
+
     with pytest.raises(UsageError, match="num"):
         generate.main(["--prompt", "a", "--num", "0"])
 
@@ -317,17 +388,21 @@ def test_a_length_says_what_is_left_for_text_and_what_a_causal_network_reads():
 
     assert length(12, "bidirectional") == "12 positions"
     assert length(11, "bidirectional") == "12 positions: special tokens and 11 of text"
-    assert length(12, "causal").startswith("12 positions;") and "all but the last" in length(12, "causal")
+    assert length(12, "causal").startswith("12 positions;")
+    assert "all but the last" in length(12, "causal")
 
 
 def test_an_id_beyond_the_tokenizer_has_no_name():
     tokenizer = SimpleNamespace(convert_ids_to_tokens={3: "x", 9: None}.get)
     assert inspect._token(tokenizer, 3) == "3 'x'"
-    assert "None" not in inspect._token(tokenizer, 9) and "9" in inspect._token(tokenizer, 9)
+    assert "None" not in inspect._token(tokenizer, 9)
+    assert "9" in inspect._token(tokenizer, 9)
 
 
 def test_the_nearest_of_our_tasks_is_suggested_and_every_folder_of_tasks_is_named():
     """Not the nearest to the words of what follows: the task files that cannot be read."""
     message = run._tasks_not_found("Tasks not found: sotuu, nothing_like_it. Not read: f.yaml, duel_ptb.", ["a", "b c"])
-    assert "Did you mean sotu?" in message and ".." not in message
-    assert "--include_path a;" in message and message.endswith("--include_path b c")
+    assert "Did you mean sotu?" in message
+    assert ".." not in message
+    assert "--include_path a;" in message
+    assert message.endswith("--include_path b c")

@@ -1,6 +1,7 @@
 """`lm-eval-duel score`: the harness's numbers for the user's own texts."""
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -15,9 +16,7 @@ from harness_runs import TORCHRUN, launch
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
 from lm_eval_duel.cli.main import main as command
-from lm_eval_duel.cli.models import other_model
 from lm_eval_duel.cli.report import main as report
-from lm_eval_duel.console.command_line import FLAGS
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
@@ -53,61 +52,72 @@ def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},rule=margin,block=4"
     out = tmp_path / "out.json"
     table = tmp_path / "out.csv"
-    printed = run(texts, "--lines", "--model_args", model, "--json", str(out), "--csv", str(table), capsys=capsys)
-    figures = json.loads(out.read_text())
     duel = Duel.from_pretrained(folder, rule="margin", block=4, device="cpu")
     scores = duel.score(TEXTS)
-    for row, expected in zip(figures["documents"], scores, strict=True):
-        assert row["log_prob"] == pytest.approx(expected.log_prob, abs=1e-4)
-        assert row["token_perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
-        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
-
-    total = figures["total"]
     sizes = np.array([len(text.encode()) for text in TEXTS])
     bits = np.array([-expected.log_prob / math.log(2) for expected in scores])
     rate = bits.sum() / sizes.sum()
     residuals = bits - rate * sizes
     error = math.sqrt(3 / 2 * (residuals**2).sum()) / sizes.sum()  # of a ratio of sums over three documents
+
+    printed = run(texts, "--lines", "--model_args", model, "--json", str(out), "--csv", str(table), capsys=capsys)
+
+    content = json.loads(out.read_text())
+    for row, expected in zip(content["documents"], scores, strict=True):
+        assert row["log_prob"] == pytest.approx(expected.log_prob, abs=1e-4)
+        assert row["token_perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
+    total = content["total"]
     assert total["bits_per_byte"] == pytest.approx(rate, rel=1e-5)
     assert total["bits_per_byte_documents_stderr"] == pytest.approx(error, rel=1e-4)
+    assert content["fingerprint"] == duel.fingerprint
 
-    assert figures["fingerprint"] == duel.fingerprint and duel.fingerprint in printed
     with table.open() as rows:
         names = [row["document"] for row in csv.DictReader(rows)]
     assert names == [f"{texts}:1", f"{texts}:2", f"{texts}:3"]
-    assert "total" in printed and "standard error over documents" in printed
+    assert duel.fingerprint in printed
+    assert "total" in printed
+    assert "standard error over documents" in printed
 
 
 def test_text_that_the_tokenizer_does_not_know_is_counted(folder, tmp_path, monkeypatch, capsys):
-    names = [tmp_path / name for name in ("=cmd().txt", "unknown.txt")]
-    for name, text in zip(names, (" a b c\n", "a \u043c\u0438\u0440 \u043c\u0438\u0440"), strict=True):
-        name.write_text(text)
-    out = tmp_path / "out.json"
-    table = tmp_path / "out.csv"
     monkeypatch.chdir(tmp_path)
-    more = ("--model_args", f"pretrained={folder}", "--json", str(out), "--csv", str(table))
-    printed = run(*(f"./{name.name}" for name in names), *more, capsys=capsys)
-    figures = json.loads(out.read_text())
-    assert [row["unk_tokens"] for row in (*figures["documents"], figures["total"])] == [0, 2, 2]
-    assert [row["words"] for row in figures["documents"]] == [4, 3]  # white space at an end adds one
+    (tmp_path / "=cmd().txt").write_text(" a b c\n")
+    (tmp_path / "unknown.txt").write_text("a \u043c\u0438\u0440 \u043c\u0438\u0440")
+    more = ("--model_args", f"pretrained={folder}", "--json", "out.json", "--csv", "out.csv")
+
+    printed = run("./=cmd().txt", "./unknown.txt", *more, capsys=capsys)
+
+    content = json.loads((tmp_path / "out.json").read_text())
+    clean, unknown = content["documents"]
+    assert clean["unk_tokens"] == 0
+    assert unknown["unk_tokens"] == 2
+    assert content["total"]["unk_tokens"] == 2
     assert "2 of 6 tokens (33.3%) are [UNK]" in printed
-    first, *_ = csv.DictReader(table.open())
-    assert first["document"] == "'=cmd().txt" and float(first["log_prob"]) < 0  # a name is no formula
+    assert clean["words"] == 4  # white space at an end adds one
+    assert unknown["words"] == 3
+
+    first, *_ = csv.DictReader((tmp_path / "out.csv").open())
+    assert first["document"] == "'=cmd().txt"  # a name is no formula
+    assert float(first["log_prob"]) < 0
 
 
 def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},block=4,estimator="
     out = tmp_path / "out.json"
     printed = run(texts, "--lines", "--model_args", f"{model}elbo,mc_samples=16", "--json", str(out), capsys=capsys)
-    figures = json.loads(out.read_text())
-    errors = [row["log_prob_stderr"] for row in figures["documents"]]
-    assert errors[0] > 0 and errors[2] == 0  # a single token has one state, so its bound is exact
-    assert figures["total"]["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
-    total = figures["total"]
+
+    content = json.loads(out.read_text())
+    total = content["total"]
+    errors = [row["log_prob_stderr"] for row in content["documents"]]
+    assert errors[0] > 0
+    assert errors[2] == 0  # a single token has one state, so its bound is exact
+    assert total["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
     assert f"≥ {total['log_prob']:.2f} ± {total['log_prob_stderr']:.2f}" in printed, "a bound from below"
     assert re.search(rf"≤ {total['token_perplexity']:.2f} ± [\d.]+ ", printed)
     assert re.search(rf"≤ {total['bits_per_byte']:.4f} ± [\d.]+\n", printed)
     assert "an upper bound of the perplexity" in printed
+
     assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
     assert registry.worth("elbo", {"elbo_eps": "0.001"}).label == registry.Kind.NO_BOUND.value
@@ -118,35 +128,47 @@ def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},rule=margin,block=4,dtype=float64"
     shown = run(texts, "--lines", "--model_args", model, "--json", str(tmp_path / "one.json"), capsys=capsys)
     more = ("--lines", "--model_args", model, "--device", "cpu", "--json", str(tmp_path / "two.json"))
-    (status,), printed = launch(TORCHRUN, 2, "lm_eval_duel", "score", texts, *more)
-    assert status == 0 and printed.count(" ".join(shown.split())) == 1, printed[-3000:]
+
+    [status], printed = launch(TORCHRUN, 2, "lm_eval_duel", "score", texts, *more)
+
+    assert status == 0, printed[-3000:]
+    assert printed.count(" ".join(shown.split())) == 1, printed[-3000:]
     one = json.loads((tmp_path / "one.json").read_text())
     two = json.loads((tmp_path / "two.json").read_text())
+    assert one["spec"] == two["spec"]
     for first, second in zip([*one["documents"], one["total"]], [*two["documents"], two["total"]], strict=True):
         assert first.keys() == second.keys()
         for name, value in first.items():
-            known = pytest.approx(value, rel=1e-9, abs=1e-9) if isinstance(value, float) else value
-            assert second[name] == known, name
-    assert one["spec"] == two["spec"]
+            expected = pytest.approx(value, rel=1e-9, abs=1e-9) if isinstance(value, float) else value
+            assert second[name] == expected, name
 
 
 def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},rule=greedy,block=4"
     out = tmp_path / "out.json"
-    arguments = ("--lines", "--model_args", model, "--compare", "rule=margin", f"pretrained={folder},block=2")
-    printed = run(texts, *arguments, "--json", str(out), "--csv", str(tmp_path / "out.csv"), capsys=capsys)
-    figures = json.loads(out.read_text())
+    table = tmp_path / "out.csv"
     alone = tmp_path / "alone.json"
+    arguments = ("--lines", "--model_args", model, "--compare", "rule=margin", f"pretrained={folder},block=2")
+
+    printed = run(texts, *arguments, "--json", str(out), "--csv", str(table), capsys=capsys)
     run(texts, "--lines", "--model_args", model.replace("greedy", "margin"), "--json", str(alone), capsys=capsys)
-    other = figures["compared"][0]
-    for row, expected in zip(other["documents"], json.loads(alone.read_text())["documents"], strict=True):
-        assert row["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-4) and row["sha256"] == expected["sha256"]
-    totals = [content["total"] for content in (figures, other)]
-    expected = (totals[1]["log_prob"] - totals[0]["log_prob"]) / totals[0]["tokens"]
-    assert other["difference"]["difference"] == pytest.approx(expected)
-    assert other["difference"]["names"] == ["greedy", "margin"]
-    assert "greedy \u2212 margin" in printed and "no verdict from 3 distinct documents" in printed
-    assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
+
+    content = json.loads(out.read_text())
+    margin, _ = content["compared"]
+    margin_alone = json.loads(alone.read_text())
+    for row, expected in zip(margin["documents"], margin_alone["documents"], strict=True):
+        assert row["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-4)
+        assert row["sha256"] == expected["sha256"]
+
+    total = content["total"]
+    pair = margin["difference"]
+    per_token = (margin["total"]["log_prob"] - total["log_prob"]) / total["tokens"]
+    assert pair["difference"] == pytest.approx(per_token)
+    assert pair["names"] == ["greedy", "margin"]
+    assert "greedy \u2212 margin" in printed
+    assert "no verdict from 3 distinct documents" in printed
+    models = {line["model"] for line in csv.DictReader(table.open())}
+    assert models == {str(folder)}
 
 
 @pytest.mark.slow
@@ -154,29 +176,42 @@ def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, 
     """The same rows and differences as those of a report of the file, under the arguments that differ."""
     other = tiny.checkpoint(tmp_path / "other", "modernbert", length=8)
     out = tmp_path / "out.json"
+    table = tmp_path / "out.csv"
     model = f"pretrained={folder},rule=margin,k=2,block=4"
     more = ("--compare", str(other), "estimator=elbo,mc_samples=16", "temperature=0.5", "estimator=oracle")
-    printed = run(texts, "--lines", "--model_args", model, *more, "--json", str(out), "--csv", str(tmp_path / "t.csv"),
-                  capsys=capsys)  # fmt: skip
-    figures = json.loads(out.read_text())
-    every = [figures, *figures["compared"]]
-    assert {each["spec"]["rule"] for each in every[:2]} == {"margin:k=2"} and every[1]["spec"]["block"] == "4"
-    names = [each["difference"]["names"] for each in figures["compared"]]
-    assert names[2] == ["no warpers", "temperature=0.5"]
-    assert "not a likelihood" in figures["compared"][3]["difference"]["verdict"]
-    assert not [name for pair in names for name in pair for each in every if each["fingerprint"] in name]
+    words = (texts, "--lines", "--model_args", model, *more, "--json", str(out), "--csv", str(table))
+
+    printed = run(*words, capsys=capsys)
     report([str(out), "--out", str(tmp_path / "report"), "--pairs", "all", "--metric", "token_perplexity"])
-    found = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["texts.txt"]
-    pairs = {tuple(pair["names"]): pair for pair in found["pairs"]}
-    for each in figures["compared"][:3]:
-        pair = pairs.get(tuple(each["difference"]["names"])) or pairs[tuple(each["difference"]["names"][::-1])]
-        assert abs(pair["difference"]) == pytest.approx(abs(each["difference"]["difference"]))
-        assert pair["verdict"] == each["difference"]["verdict"]
-    for row in found["rows"]:
+
+    first = json.loads(out.read_text())
+    of_other, elbo, warm, oracle = first["compared"]
+    assert first["spec"]["rule"] == "margin:k=2"
+    assert of_other["spec"]["rule"] == "margin:k=2"
+    assert of_other["spec"]["block"] == "4"
+    assert warm["difference"]["names"] == ["no warpers", "temperature=0.5"]
+    assert "not a likelihood" in oracle["difference"]["verdict"]
+    fingerprints = [entry["fingerprint"] for entry in (first, *first["compared"])]
+    for entry in first["compared"]:
+        for name in entry["difference"]["names"]:
+            assert not any(fingerprint in name for fingerprint in fingerprints)
+
+    task = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["texts.txt"]
+    pairs = {frozenset(pair["names"]): pair for pair in task["pairs"]}  # in whichever order
+    for entry in (of_other, elbo, warm):
+        difference = entry["difference"]
+        pair = pairs[frozenset(difference["names"])]
+        assert abs(pair["difference"]) == pytest.approx(abs(difference["difference"]))
+        assert pair["verdict"] == difference["verdict"]
+    for row in task["rows"]:
         assert f"{row['value']:.2f}" in printed
-    lines = list(csv.DictReader((tmp_path / "t.csv").open()))
-    assert len({(line["model"], line["estimator"], line["fingerprint"], line["kind"]) for line in lines}) == len(every)
-    assert "document" not in printed.splitlines()[0] and lines[2 * len(TEXTS)]["log_prob_stderr"]
+
+    lines = list(csv.DictReader(table.open()))
+    models = {(line["model"], line["estimator"], line["fingerprint"], line["kind"]) for line in lines}
+    assert len(models) == 5
+    first_line_of_elbo = lines[2 * len(TEXTS)]
+    assert first_line_of_elbo["log_prob_stderr"]
+    assert "document" not in printed.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -196,13 +231,16 @@ def test_a_difference_is_that_of_the_totals(folder, texts, tmp_path, capsys, mod
     """Of every model, also of one whose value a lattice run or another model has too; names differ as models do."""
     out = tmp_path / "out.json"
     arguments = ("--lines", "--model_args", f"pretrained={folder},{model}", "--json", str(out))
+
     run(texts, *arguments, "--compare", *others, capsys=capsys)
+
     first = json.loads(out.read_text())
     for other in first["compared"]:
         pair = other["difference"]
-        totals = [first["total"], other["total"]]
-        assert pair["perplexities"] == pytest.approx([total["token_perplexity"] for total in totals], rel=1e-5)
-        assert len({*pair["names"]}) == len({first["fingerprint"], other["fingerprint"]})
+        perplexities = [first["total"]["token_perplexity"], other["total"]["token_perplexity"]]
+        assert pair["perplexities"] == pytest.approx(perplexities, rel=1e-5)
+        first_name, other_name = pair["names"]
+        assert (first_name == other_name) == (first["fingerprint"] == other["fingerprint"])
         assert pair["kinds"] == [first["kind"], other["kind"]]
         assert pair["interval"]
 
@@ -210,25 +248,34 @@ def test_a_difference_is_that_of_the_totals(folder, texts, tmp_path, capsys, mod
 def test_every_value_of_a_lattice_run_with_a_trace_has_an_interval(folder, texts, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     arguments = ("--lines", "--model_args", f"pretrained={folder},block=4")
+
     printed = run(texts, *arguments, "--compare", f"estimator=oracle,trace={trace}", capsys=capsys)
-    assert trace.exists() and "Mixture of orders" in printed and "over windows" not in printed
+
+    assert trace.exists()
+    assert "Mixture of orders" in printed
+    assert "over windows" not in printed
 
 
 def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):
     """Where only some have one; what a value lacks for an interval is named by an argument that `score` takes."""
     words = [texts, "--lines", "--model_args", f"pretrained={folder},block=4"]
     trace = str(tmp_path / "trace.jsonl")
-    without = score.parse([*words, "--compare", "rule=margin"])
-    assert not score.trace_note(without.models)
-    every = score.parse([*words, "--trace", trace, "--compare", f"rule=margin,trace={trace}2"])
-    assert not score.trace_note(every.models)
-    first = score.parse([*words, "--trace", trace, "--compare", "rule=margin", "rule=random"])
-    traced, _, others = score.trace_note(first.models).partition("Not traced")
-    assert "--model_args" in traced and "rule" not in traced
-    assert "--compare rule=margin" in others and "--compare rule=random" in others
+    none_traced = score.parse([*words, "--compare", "rule=margin"])
+    assert not score.trace_note(none_traced.models)
+
+    all_traced = score.parse([*words, "--trace", trace, "--compare", f"rule=margin,trace={trace}2"])
+    assert not score.trace_note(all_traced.models)
+
+    first_traced = score.parse([*words, "--trace", trace, "--compare", "rule=margin", "rule=random"])
+    traced, _, others = score.trace_note(first_traced.models).partition("Not traced")
+    assert "--model_args" in traced
+    assert "rule" not in traced
+    assert "--compare rule=margin" in others
+    assert "--compare rule=random" in others
 
     printed = run(*words, "--trace", trace, "--compare", "estimator=oracle", capsys=capsys)
-    assert "trace=FILE in its --compare" in printed and "--traces" not in printed
+    assert "trace=FILE in its --compare" in printed
+    assert "--traces" not in printed
 
 
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
@@ -237,13 +284,15 @@ def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsy
     words = [texts, "--lines", "--model_args", f"pretrained={folder},rule=threshold,mu=0.9", "--json", str(out)]
     shutil.copytree(folder, damaged)
     (damaged / "model.safetensors").write_bytes(b"none")
+
     with pytest.raises(DuelError, match="damaged"):
         score.main([*words, "--compare", "rule=greedy:k=2", str(damaged), "rule=margin"])
+
     content = json.loads(out.read_text())
-    assert content["spec"]["rule"] == "threshold:mu=0.9" and content["total"]["log_prob"] < 0
-    assert [other["spec"]["rule"] for other in content["compared"]] == ["greedy:k=2"], (
-        "without the mu of the other rule"
-    )
+    assert content["spec"]["rule"] == "threshold:mu=0.9"
+    assert content["total"]["log_prob"] < 0
+    [second] = content["compared"]
+    assert second["spec"]["rule"] == "greedy:k=2", "without the mu of the other rule"
     assert "threshold" in capsys.readouterr().out
 
 
@@ -253,10 +302,14 @@ def test_scores_without_a_comparison_are_kept(folder, tmp_path, capsys):
     table = tmp_path / "out.csv"
     empty.write_text('{"text": ""}\n' * 2)
     more = ("--json", str(out), "--csv", str(table))
+
     with pytest.raises(DuelError):
         run(str(empty), "--model_args", f"pretrained={folder}", "--compare", "rule=margin", *more, capsys=capsys)
+
     content = json.loads(out.read_text())
-    assert [len(each["documents"]) for each in (content, *content["compared"])] == [2, 2]
+    [second] = content["compared"]
+    assert len(content["documents"]) == 2
+    assert len(second["documents"]) == 2
     assert len(table.read_text().splitlines()) == 5
     assert capsys.readouterr().out.count("total") == 2
 
@@ -311,54 +364,10 @@ def test_a_wrong_model_is_named_before_anything_is_scored(folder, texts, other, 
         score.parse([texts, "--model_args", f"pretrained={folder}", "--compare", other])
 
 
-def other(model, text):
-    """The model of --compare `text`, without the args that every model here has."""
-    found = other_model(text, {"pretrained": "first", **FLAGS["model_args"].read("--model_args", model)})
-    args = {key: value for key, value in found.args.items() if key != "pretrained"}
-    return args, set(found.ignored)
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "expected", "ignored"),
-    [
-        # what a model does not set is as in --model_args
-        ("rule=greedy,block=2,cache=dual", "temperature=0.5", "rule=greedy,block=2,cache=dual,temperature=0.5", ""),
-        ("estimator=elbo,mc_samples=4,block=2", "rule=margin", "estimator=elbo,mc_samples=4,rule=margin", "block"),
-        ("rule=threshold,mu=0.8", "mu=0.7", "rule=threshold,mu=0.7", ""),
-        # a rule comes with its parameters
-        ("rule=threshold,mu=0.8,block=4", "rule=margin", "rule=margin,block=4", ""),
-        # what does not apply to its estimator is ignored
-        ("estimator=elbo,mc_samples=4,block=2", "estimator=duel", "estimator=duel,block=2", "mc_samples"),
-        ("rule=margin,k=2,block=4,cache=dual", "estimator=ar", "estimator=ar", "rule k block cache"),
-        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", "rule=margin,block=4,cache=dual", ""),
-        # a preset stands for its model args
-        ("preset=llada", "rule=greedy", "rule=greedy,block=128", ""),
-        ("preset=llada,steps=64", "estimator=elbo", "estimator=elbo", "rule steps block"),
-        ("rule=margin,k=2,block=4", "estimator=sampled_order", "estimator=sampled_order,block=4", "rule k"),
-        ("rule=margin,k=2,block=4", "estimator=mixture", "estimator=mixture,rule=margin,k=2,block=4", ""),
-        ("preset=sdar-static", "estimator=duel,rule=greedy", "estimator=duel,rule=greedy,block=4", "confidence"),
-        ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", "preset=llada", ""),
-        ("preset=llada-fast-dllm", "preset=llada", "preset=llada", ""),
-        ("rule=greedy,block=4,grid=row", "preset=llada", "preset=llada", ""),
-        ("estimator=elbo,mc_samples=4", "preset=sdar-static", "preset=sdar-static", "mc_samples"),
-    ],
-)
-def test_what_a_model_does_not_set_is_as_in_the_first(model, text, expected, ignored):
-    args, left = other(model, text)
-    assert (args, left) == (FLAGS["model_args"].read("expected", expected), set(ignored.split()))
-
-
 def test_what_is_ignored_is_named(folder, texts, capsys):
     first = f"pretrained={folder},rule=margin,block=4"
     [_, other] = score.parse([texts, "--model_args", first, "--compare", "estimator=ar"]).models
     assert "estimator=ar ignores rule, block of --model_args" in other.note
-
-
-def test_what_describes_one_checkpoint_is_not_taken_for_another():
-    with pytest.raises(DuelError, match=r"mask_token_id=3 of --model_args .*mask_token_id=none"):
-        other("mask_token_id=3,rule=greedy", "demo-bd")
-    assert other("mask_token_id=3", "demo-bd,mask_token_id=none")[0]["mask_token_id"] is None
-    assert other("mask_token_id=3", "rule=margin")[0]["mask_token_id"] == 3  # the same checkpoint
 
 
 def test_a_conflict_says_what_to_set(texts, capsys):
@@ -369,15 +378,20 @@ def test_a_conflict_says_what_to_set(texts, capsys):
 
 def test_one_document_says_how_to_come_to_a_verdict(folder, texts, capsys):
     printed = run(texts, "--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin", capsys=capsys)
-    assert "--lines" in printed and ".jsonl" in printed
+
+    assert "--lines" in printed
+    assert ".jsonl" in printed
 
 
 @pytest.mark.parametrize(("distinct", "is_told"), [(stats.FEW - 1, True), (stats.FEW, False)])
 def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folder, tmp_path, capsys):
     texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join("abcdefghijkl"[n % distinct] for n in range(2 * stats.FEW)))
+    letters = itertools.cycle("abcdefghijkl"[:distinct])
+    texts.write_text("\n".join(itertools.islice(letters, 2 * stats.FEW)))
     model = f"pretrained={folder},block=4"
+
     printed = run(str(texts), "--lines", "--model_args", model, "--compare", "rule=margin", capsys=capsys)
+
     assert (score.TO_A_VERDICT in printed) == is_told
     of_intervals = printed.count(f"{distinct} distinct document") - printed.count("no verdict from")
     assert of_intervals == is_told, "intervals and verdicts have one rule"
@@ -392,20 +406,25 @@ def test_models_that_cut_texts_apart_have_no_verdict(lengths, is_compared, folde
     first, second = lengths
     model = f"pretrained={folder},block=4,rule=margin,max_length="
     words = [str(texts), "--lines", "--json", str(out), "--model_args"]
+    words_of_report = [str(out), "--metric", "token_perplexity", "--out", str(tmp_path / "report")]
+
     printed = run(*words, f"{model}{first}", "--compare", f"rule=greedy,max_length={second}", capsys=capsys)
-    pair = json.loads(out.read_text())["compared"][0]["difference"]
+
+    [compared] = json.loads(out.read_text())["compared"]
+    pair = compared["difference"]
     assert ("windows" not in pair["verdict"]) == is_compared
     assert pair["interval"] is not None
-    assert printed.count("cut at different places") == (not is_compared)
-    reported = ["--metric", "token_perplexity", "--out", str(tmp_path / "report")]
+    assert printed.count("cut at different places") == (0 if is_compared else 1)
     if is_compared:
-        report([str(out), *reported])
+        report(words_of_report)
         return
+
     with pytest.raises(DuelError, match="windows"):
-        report([str(out), *reported])
+        report(words_of_report)
     [length] = set(re.findall(r"max_length=(\d+) to", printed))
     run(*words, f"{model}{length}", "--compare", "rule=greedy", capsys=capsys)
-    assert "windows" not in json.loads(out.read_text())["compared"][0]["difference"]["verdict"]
+    [compared] = json.loads(out.read_text())["compared"]
+    assert "windows" not in compared["difference"]["verdict"]
 
 
 @pytest.mark.parametrize(("text", "is_cut"), [("a b c", False), ("a b c d e f g h i j k l", True)])
@@ -422,16 +441,18 @@ def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
     texts.write_text("a b c\n\na\n \n")
     out = tmp_path / "out.json"
     words = ("--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(out))
+
     printed = run(str(texts), *words, "--compare", "rule=margin", "rule=greedy", capsys=capsys)
-    content = json.loads(out.read_text())
-    tokens = content["total"]["tokens"]
-    assert f"2 documents, {tokens} tokens" in printed and "2 blank lines" in caplog.text
-    models = [content, *content["compared"]]
-    for n, model in enumerate(models, 1):
+
+    greedy = json.loads(out.read_text())
+    margin, greedy_again = greedy["compared"]
+    assert f"2 documents, {greedy['total']['tokens']} tokens" in printed
+    assert "2 blank lines" in caplog.text
+    for n, model in enumerate((greedy, margin, greedy_again), 1):
         [line] = [line for line in printed.splitlines() if line.startswith(f"model {n}: ")]
         assert line.endswith(model["fingerprint"])
-    verdicts = [model["difference"]["verdict"] for model in content["compared"]]
-    assert verdicts[1] == score.SAME_MODEL and verdicts[0] != score.SAME_MODEL
+    assert margin["difference"]["verdict"] != score.SAME_MODEL
+    assert greedy_again["difference"]["verdict"] == score.SAME_MODEL
 
 
 @pytest.mark.slow
