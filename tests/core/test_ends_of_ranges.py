@@ -41,8 +41,10 @@ def test_how_texts_are_cut():
     """Ids 1 to n in rows of 5; 8 and 9 are special tokens."""
 
     def cut(bos, n, prefix, suffix):
-        found = answer(windows.independent, range(1, n + 1), 5, prefix, suffix, bos)
-        return found if isinstance(found, str) else "; ".join(map(shown, found))
+        windows_or_error = answer(windows.independent, range(1, n + 1), 5, prefix, suffix, bos)
+        if isinstance(windows_or_error, str):
+            return windows_or_error
+        return "; ".join(map(shown, windows_or_error))
 
     lines = []
     for bos, (prefix, suffix) in itertools.product(BOS, [((), ()), ((8,), ()), ((8,), (9,))]):
@@ -55,9 +57,12 @@ def test_how_texts_are_cut():
         cut_up = windows.rolling(range(1, n + 1), 8, capacity, (9,))
         lines.append(f"rolling {n} ids by {capacity}: {'; '.join(map(shown, cut_up))}")
     for before, after, room in itertools.product((0, 1, 2, 5), (0, 1, 2, 5), (3, 4, 5, 7)):
-        found = answer(windows.infilled, range(1, before + 1), (7, 7), range(1, after + 1), room, (8,), (9,))
-        window, lost = (None, found) if isinstance(found, str) else found
-        lines.append(f"infilled {before} 77 {after} in {room}: {window and shown(window)}, {lost}")
+        result = answer(windows.infilled, range(1, before + 1), (7, 7), range(1, after + 1), room, (8,), (9,))
+        if isinstance(result, str):
+            lines.append(f"infilled {before} 77 {after} in {room}: None, {result}")
+        else:
+            window, lost = result
+            lines.append(f"infilled {before} 77 {after} in {room}: {shown(window)}, {lost}")
     for special in (3, 4, 5):
         lines.append(f"target_capacity 4, {special}: {answer(windows.target_capacity, 4, (1,) * special)}")
     check("windows", lines)
@@ -70,23 +75,27 @@ def test_how_targets_are_cut_into_blocks_and_windows_into_groups():
         parts = windows.target_parts(Window((1,) * origin, (1,) * target), spans)
         slices = [(part.start, part.stop) for part in parts]
         lines.append(f"{target} from {origin} in {block} by {grid}: {spans} {slices}")
-    each = [Window((1,) * a, (2,) * b) for a, b in ((1, 3), (0, 2), (2, 0), (0, 4), (3, 1), (1, 1))]
+
+    layouts = ((1, 3), (0, 2), (2, 0), (0, 4), (3, 1), (1, 1))
+    grouped = [Window((1,) * context, (2,) * target) for context, target in layouts]
     for same, buckets in itertools.product((False, True), (None, [0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 1, 0])):
-        lines.append(f"groups, {same=}, {buckets=}: {groups(each, same, buckets)}")
+        lines.append(f"groups, {same=}, {buckets=}: {groups(grouped, same, buckets)}")
     check("blocks", lines)
 
 
 @pytest.mark.parametrize("known", [(3,), (-1,), (0, 1, 2), (0, 5)])
 def test_known_positions_are_some_of_the_target(known):
     assert Window((), (1, 1, 1), known=(0, 2)).scored_tokens == 1
-    assert len({Window((), (1, 1, 1), known=given).key for given in ((), (0,), (1,), (2,), (0, 2))}) == 5
+    keys = {Window((), (1, 1, 1), known=positions).key for positions in ((), (0,), (1,), (2,), (0, 2))}
+    assert len(keys) == 5
     with pytest.raises(DuelError, match="0 to 2"):
         Window((), (1, 1, 1), known=known)
 
 
 def values():
     """A value of each kind; with and without errors, seeds and notes; infinite."""
-    yield from (Value(-2.5, kind=kind) for kind in Kind)
+    for kind in Kind:
+        yield Value(-2.5, kind=kind)
     yield Value(-2.5, 0.0, Kind.ESTIMATE, "of two")
     yield Value(-math.inf, 0.5, Kind.UPPER_BOUND, seeds=(-1.0, -math.inf))
     for count in (1, 2, 3, 8, 20):
@@ -98,7 +107,10 @@ def test_what_a_value_is_called_and_its_errors():
     lines = []
     names = ("is_exact", "is_bound", "is_likelihood", "may_exceed_one", "word", "doubt", "label", "interval_error")
     for n, value in enumerate(values()):
-        lines += golden.listed(f"value {n}", {**value.describe(), **{name: getattr(value, name) for name in names}})
+        entries = value.describe()
+        for name in names:
+            entries[name] = getattr(value, name)
+        lines += golden.listed(f"value {n}", entries)
     worth = Value(0.0, kind=Kind.UPPER_BOUND, note="of the spec")
     for entries in ({"log_prob": -1.0}, {"log_prob": -1.0, "kind": "estimate"}, {"log_prob": None}, {"reason": "x"}):
         lines.append(f"{entries} read: {Value.read(entries, worth)}")
@@ -124,30 +136,40 @@ def test_what_a_run_counts():
     """A window with some near ties is one window, and what is not known of one is not known of all."""
     lines = []
     counts = Counts()
-    known = [Score(-1.0, nfe=nfe, near_ties=ties, all_mask_starts=starts) for nfe, ties, starts in SEEN]
-    for score in [*known, Score(-1.0, nfe=2), Score(-1.0, near_ties=4)]:
+    for score in (
+        Score(-1.0, nfe=3, near_ties=0, all_mask_starts=0),
+        Score(-1.0, nfe=1, near_ties=1, all_mask_starts=2),
+        Score(-1.0, nfe=2, near_ties=5, all_mask_starts=1),
+        Score(-1.0, nfe=2),
+        Score(-1.0, near_ties=4),
+    ):
         counts.add(score, 7)
         lines += golden.listed(f"after {counts.windows}", counts)
-    work = {name: n for n, name in enumerate(("windows", "forwards", "rows", "lane_steps", "rows_checked"), 1)}
-    checks = {"rows_differing": 6, "decisions": 7, "decisions_checked": 8, "decisions_differing": 9}
-    counts.add_work(Counts(**work, **checks))
-    counts.add_work(Counts(**work, **checks))
+
+    work = Counts(
+        windows=1,
+        forwards=2,
+        rows=3,
+        lane_steps=4,
+        rows_checked=5,
+        rows_differing=6,
+        decisions=7,
+        decisions_checked=8,
+        decisions_differing=9,
+    )
+    counts.add_work(work)
+    counts.add_work(work)
     check("counts", [*lines, *golden.listed("with others", counts)])
-
-
-SEEN = ((3, 0, 0), (1, 1, 2), (2, 5, 1))
 
 
 def test_the_size_of_a_call():
     lines = []
     for tokens, values, cost, each in itertools.product((1, 10, 30), (5, 40), (0, 3, 10, 11), (0, 10, 41)):
-        lines.append(
-            f"{tokens} tokens, {values} values, {cost} and {each} a lane: {Budget(tokens, values).rows(cost, each)}"
-        )
+        rows = Budget(tokens, values).rows(cost, each)
+        lines.append(f"{tokens} tokens, {values} values, {cost} and {each} a lane: {rows}")
     for length, size, most in itertools.product((8, 4096), (None, 1, 3, 700), (None, 1, 2, 400)):
-        lines.append(
-            f"rows of {length}, {size}, at most {most}: {plan(Rows(length), None, 'target', size, most).tokens}"
-        )
+        budget = plan(Rows(length), None, "target", size, most)
+        lines.append(f"rows of {length}, {size}, at most {most}: {budget.tokens}")
     budget = Budget(5, 3)
     for _ in range(3):
         budget.halve(torch.device("cpu"))
@@ -166,8 +188,8 @@ class Broken(Toy):
     """Its output is NaN once token 2 shows in column 4."""
 
     def features(self, ids, real):
-        found = super().features(ids, real)
-        return found.masked_fill((ids[:, 4] == 2)[:, None, None], math.nan)
+        features = super().features(ids, real)
+        return features.masked_fill((ids[:, 4] == 2)[:, None, None], math.nan)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +207,8 @@ def test_an_error_names_the_window_the_block_and_the_step(block, grid, place):
 
 
 def test_the_exit_code_of_a_signal_is_that_of_a_shell():
-    assert Interrupted(signal.SIGINT).code == 130 and Interrupted(signal.SIGTERM).code == 143
+    assert Interrupted(signal.SIGINT).code == 130
+    assert Interrupted(signal.SIGTERM).code == 143
     assert Interrupted(signal.SIGTERM).name == "SIGTERM"
 
 
@@ -197,7 +220,9 @@ def test_how_many_lanes_are_due():
     """In calls of several sizes, where each lane costs as much as a row, or a quarter of one."""
     lines = []
     for size, share in itertools.product((1, 3, 50, 4000), (1.0, 4.0)):
-        counts, checks, due = Counts(), RowChecks(), []
+        counts = Counts()
+        checks = RowChecks()
+        due = []
         for _ in range(6):
             due.append(checks.number_due(counts, size, share))
             counts.lane_steps += size
@@ -219,8 +244,10 @@ def test_what_is_float_noise():
         toy.quantized = quantized
         toy.coarse = coarse
         toy.network = torch.nn.ModuleDict({"experts" if routed else "layers": torch.nn.Identity()})
-        found = [float_noise.tolerance(toy), float_noise.tolerance(toy, few_rows=True), float_noise.is_coarse(toy)]
-        lines.append(f"{quantized=} {coarse=} {routed=}: {found}")
+        within = float_noise.tolerance(toy)
+        within_few_rows = float_noise.tolerance(toy, few_rows=True)
+        is_coarse = float_noise.is_coarse(toy)
+        lines.append(f"{quantized=} {coarse=} {routed=}: {[within, within_few_rows, is_coarse]}")
     one = torch.tensor([[1.0, -4.0, math.inf, math.nan]])
     other = torch.tensor([[1.5, -4.0, math.inf, math.nan]])
     lines.append(f"differences: {difference(one, other, 0.25)} {difference(one, other.flip(1), 1.0)}")

@@ -1,5 +1,7 @@
 """The counts of a plan are those of a real run: rule steps, and the rows and positions that network calls evaluate."""
 
+from functools import partial
+
 import pytest
 import torch
 from attends import Attends
@@ -33,9 +35,11 @@ def networks():
 
 def windows(length=22):
     """Two layouts, and one window twice: it is scored once. Contexts differ, so that no two rows are ever equal."""
-    first = torch.randint(59, (3, length), generator=torch.Generator().manual_seed(1)).tolist()
-    different = [Window(row[:2], row[2:]) for row in first[:2]] + [Window(first[2][:5], first[2][5 : length - 5])]
-    return [*different, different[0]]
+    first, second, third = torch.randint(59, (3, length), generator=torch.Generator().manual_seed(1)).tolist()
+    window = Window(first[:2], first[2:])
+    same_layout = Window(second[:2], second[2:])
+    other_layout = Window(third[:5], third[5 : length - 5])
+    return [window, same_layout, other_layout, window]
 
 
 def counted(denoiser, estimator, texts):
@@ -43,7 +47,8 @@ def counted(denoiser, estimator, texts):
     recording = Recording(denoiser)
     with recording.record():
         estimator.log_prob(texts)
-    assert recording.forwards == estimator.counts.forwards and recording.rows == estimator.counts.rows
+    assert recording.forwards == estimator.counts.forwards
+    assert recording.rows == estimator.counts.rows
     return recording.rows, recording.tokens, estimator.counts.nfe
 
 
@@ -60,9 +65,9 @@ def test_bidirectional(networks, cache):
         duel = DuelEstimator(denoiser, rule, 8)
         duel.use_single_rows()  # rows of different lanes could be equal, and then one call evaluates them once
         setting = cost.Setting(plain, parse(rule), 8, "target")
+        count = partial(setting.cached, cache=cache) if cache else setting.exact
         texts = windows(18 if cache == "dual" else 22)  # a dual cache evaluates a short block at the full width
-        found = planned(lambda w, s=setting: s.cached(w, cache) if cache else s.exact(w), texts)
-        assert found == counted(denoiser, duel, texts), rule
+        assert planned(count, texts) == counted(denoiser, duel, texts), rule
 
 
 @pytest.mark.parametrize(("rule", "length"), [(RULES[0], 24), (RULES[-1], 22)])
@@ -76,7 +81,9 @@ def test_block_causal(networks, rule, length):
         assert planned(setting.exact, [window]) == rows
     rows, tokens, nfe = counted(denoiser, duel, windows(length))
     least_rows, least_tokens, steps = planned(setting.exact, windows(length))
-    assert nfe == steps and least_tokens <= tokens <= 1.2 * least_tokens and rows >= least_rows
+    assert nfe == steps
+    assert rows >= least_rows
+    assert least_tokens <= tokens <= 1.2 * least_tokens
 
 
 @pytest.mark.parametrize("name", ["d2f-llada", "nemotron-labs-diffusion"])
@@ -100,13 +107,15 @@ def test_elbo(networks, kind):
     denoiser = networks[kind]
     elbo = Elbo(denoiser, ElboArguments(4))
     setting = cost.Setting(denoiser, parse("greedy"), elbo.block, elbo.grid)
-    texts = [Window(window.context, window.target) for window in windows(24)[:1]]
+    texts = windows(24)[:1]
     rows, tokens, _ = counted(denoiser, elbo, texts)
-    most_rows, most_tokens, _ = planned(lambda w: setting.elbo(w, 4), texts)
+    most_rows, most_tokens, _ = planned(partial(setting.elbo, samples=4), texts)
     if kind == "bidirectional":
-        assert (rows, tokens) == (most_rows, most_tokens) == (4, 4 * 24)
+        assert rows == most_rows == 4
+        assert tokens == most_tokens == 4 * 24
     else:  # blocks of 8 are few positions: equal draws are merged
-        assert most_tokens - tokens in range(0, 4 * 3 * 8, 8) and most_tokens == 16 + 4 * 3 * 8
+        assert most_tokens == 16 + 4 * 3 * 8
+        assert most_tokens - tokens in range(0, 4 * 3 * 8, 8)
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
@@ -116,15 +125,14 @@ def test_lattice(networks, kind):
     block = 4 if kind == "bidirectional" else 8
     lattice = Lattice(denoiser, block, LatticeArguments(["greedy"]), estimator="oracle")
     setting = cost.Setting(denoiser, parse("greedy"), block, lattice.grid)
-    texts = [Window(window.context, window.target) for window in windows(24)[:1]]
+    texts = windows(24)[:1]
     rows, tokens, _ = counted(denoiser, lattice, texts)
     planned_rows, planned_tokens, _ = planned(setting.lattice, texts)
     if kind == "bidirectional":
-        spans = [block.masked[0] for block in setting.blocks(cost.Layout(2, 22, 24))]
-        assert (
-            rows == planned_rows == sum(2**positions - 1 for positions in spans)
-            and tokens == planned_tokens == 24 * rows
-        )
+        blocks = setting.blocks(cost.Layout(2, 22, 24))
+        states = sum(2 ** block.masked[0] - 1 for block in blocks)
+        assert rows == planned_rows == states
+        assert tokens == planned_tokens == 24 * states
     else:  # lanes are packed with empty places
         assert planned_tokens == 8 * (63 + 255 + 255) + 16 <= tokens <= 1.01 * planned_tokens
 
@@ -134,17 +142,20 @@ def test_causal():
     texts = [Window((300,), range(400, 417)), Window((300,), range(500, 505))]
     estimator = Autoregressive(denoiser)
     estimator.use_single_rows()
-    rows = planned(lambda w: cost.Setting(denoiser, estimator.rule, 1, "target").exact(w), texts)
-    assert counted(denoiser, estimator, texts) == rows == (2, 17 + 5, 22)
+    setting = cost.Setting(denoiser, estimator.rule, 1, "target")
+    assert planned(setting.exact, texts) == (2, 17 + 5, 22)
+    assert counted(denoiser, estimator, texts) == (2, 17 + 5, 22)
 
 
 def test_rules_that_read_the_text_take_at_most_as_many_steps(networks):
     rule = "threshold:mu=0.3"
     denoiser = networks["bidirectional"]
     setting = cost.Setting(denoiser, parse(rule), 8, "target")
-    found = counted(denoiser, DuelEstimator(denoiser, rule, 8), windows())
+    assert not setting.is_exact
     most = planned(setting.exact, windows())
-    assert not setting.is_exact and all(count <= bound for count, bound in zip(found, most, strict=True))
+    for count, bound in zip(counted(denoiser, DuelEstimator(denoiser, rule, 8), windows()), most, strict=True):
+        assert count <= bound
+
     everything = cost.Setting(denoiser, parse("threshold:mu=1"), 8, "target")
     assert planned(everything.exact, windows()) == most
 
@@ -162,14 +173,9 @@ def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
 def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
     setting = cost.Setting(networks["bidirectional"], parse("greedy"), 8, "target")
     layouts = cost.layouts(windows())
-    exact, dual, both = (
-        cost.sum_over(layouts, count)
-        for count in (
-            setting.exact,
-            lambda w: setting.cached(w, "dual"),
-            lambda w: setting.two_phase(w, 0.25),
-        )
-    )
+    exact = cost.sum_over(layouts, setting.exact)
+    dual = cost.sum_over(layouts, partial(setting.cached, cache="dual"))
+    both = cost.sum_over(layouts, partial(setting.two_phase, share=0.25))
     assert both.token_rows == dual.token_rows + -(-exact.token_rows // 4)
 
 

@@ -95,14 +95,18 @@ def all_of(estimator):
     assert scores[-1] == scores[0]
     for phase in estimator.counts.phases.values():
         phase.seconds = 0.0
+
+    entries = {"spec": estimator.describe(), "counts": estimator.counts}
+    for n, score in enumerate(scores[:-1]):
+        entries[f"window {n}"] = score
     total = Total.from_scores([*windows, windows[0]], scores, estimator.name)
-    told = {"spec": estimator.describe(), "counts": estimator.counts}
-    told |= {f"window {n}": score for n, score in enumerate(scores[:-1])}
-    for name, each in total.named.items():
-        told[name] = each.describe() | {key: getattr(each, key) for key in OF_SUMS}
-    told["in the log"] = total.summary(registry.find(estimator.name).drawn)
-    told["of one window"] = Total.from_scores(windows[:1], scores[:1], "one").describe()
-    return told
+    for name, part in total.named.items():
+        entries[name] = part.describe()
+        for key in OF_SUMS:
+            entries[name][key] = getattr(part, key)
+    entries["in the log"] = total.summary(registry.find(estimator.name).drawn)
+    entries["of one window"] = Total.from_scores(windows[:1], scores[:1], "one").describe()
+    return entries
 
 
 def test_it_is_as_recorded(monkeypatch):
