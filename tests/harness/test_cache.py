@@ -31,10 +31,10 @@ def computed(wrapped):
 
 def keys(wrapped, begins=""):
     """The keys of windows, or of answers: those of other records begin with a word."""
-    found = sorted(key for (key,) in wrapped.dbdict.file.execute("SELECT key FROM unnamed"))
+    every = sorted(key for (key,) in wrapped.dbdict.file.execute("SELECT key FROM unnamed"))
     if begins:
-        return [key for key in found if key.startswith(begins)]
-    return [key for key in found if " " not in key]
+        return [key for key in every if key.startswith(begins)]
+    return [key for key in every if " " not in key]
 
 
 def change(path, query, *values):
@@ -81,7 +81,9 @@ def test_a_score_is_read_as_it_was_written(model, spec):
         record = pickle.loads(pickle.dumps(store.encode(score)))
         assert store.decode(record) == score
         short = store.without_order(score)
-        assert (short.log_prob, short.reveal_steps, short.value) == (score.log_prob, (), score.value)
+        assert short.log_prob == score.log_prob
+        assert short.value == score.value
+        assert short.reveal_steps == ()
         assert store.decode_request(store.encode_request([score]), 1) == [short]
 
 
@@ -143,13 +145,18 @@ def test_a_full_disk_stops_nothing(model, tmp_path, caplog):
     assert values == pytest.approx(model().loglikelihood_rolling(many), abs=1e-4)
     assert "cannot be written (database or disk is full): the run continues" in caplog.text
     waiting = len(full.waiting)
-    assert waiting and f"{waiting} answers are not in " in caplog.text
+    assert waiting
+    assert f"{waiting} answers are not in " in caplog.text
     scored = computed(wrapped)
-    assert wrapped.loglikelihood_rolling(many) == values and computed(wrapped) == scored  # those that wait are known
+    assert wrapped.loglikelihood_rolling(many) == values
+    assert computed(wrapped) == scored  # those that wait are known
+
     full.file.execute("PRAGMA max_page_count = 100000")  # somebody made room
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         wrapped.loglikelihood_rolling(requests([("z",)]))
-    assert not full.waiting and "answers that waited are saved" in caplog.text
+    assert not full.waiting
+    assert "answers that waited are saved" in caplog.text
+
     again = cached(model(), tmp_path)
     assert again.loglikelihood_rolling(many) == values
     assert computed(again) == 0
@@ -177,30 +184,32 @@ def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch, sp
     again = cached(model(**spec), tmp_path)
     again.loglikelihood_rolling(asked)
 
-    ours = again.get_model_info()["duel"]
-    theirs = whole.get_model_info()["duel"]
-    assert ours["answers_from_cache"] == 3
-    assert "answers_from_cache" not in theirs
-    assert ours["empty_requests"] == theirs["empty_requests"] == 1
-    assert ours["windows"] < theirs["windows"]
+    resumed = again.get_model_info()["duel"]
+    uninterrupted = whole.get_model_info()["duel"]
+    assert resumed["answers_from_cache"] == 3
+    assert "answers_from_cache" not in uninterrupted
+    assert resumed["empty_requests"] == uninterrupted["empty_requests"] == 1
+    assert resumed["windows"] < uninterrupted["windows"]
 
-    our_task = ours["tasks"]["toy"]
-    their_task = theirs["tasks"]["toy"]
+    task = resumed["tasks"]["toy"]
+    expected = uninterrupted["tasks"]["toy"]
     if not spec:
-        assert our_task["near_tie_documents"] == [0, 2, 3, 4], "those of more than one token"
-    our_values = our_task.pop("values")
-    their_values = their_task.pop("values")
-    assert our_task == their_task
-    assert our_values.keys() == their_values.keys()
-    for name, figures in their_values.items():
+        assert task["near_tie_documents"] == [0, 2, 3, 4], "those of more than one token"
+    values = task.pop("values")
+    expected_values = expected.pop("values")
+    assert task == expected
+    assert values.keys() == expected_values.keys()
+    for name, figures in expected_values.items():
         for figure, value in figures.items():
             close = value if value is None else pytest.approx(value, abs=1e-4)
-            assert our_values[name][figure] == close, (name, figure)
+            assert values[name][figure] == close, (name, figure)
 
     fewer = cached(model(**spec), tmp_path)
     fewer.loglikelihood_rolling(asked[2:4])
     task = fewer.get_model_info()["duel"]["tasks"]["toy"]
-    assert (task["documents"], task["requests"], task["tokens"]) == (2, 2, 5)
+    assert task["documents"] == 2
+    assert task["requests"] == 2
+    assert task["tokens"] == 5
 
 
 def test_other_models_caches_are_what_they_were(model, tmp_path):
@@ -208,17 +217,25 @@ def test_other_models_caches_are_what_they_were(model, tmp_path):
     asked = requests([("one", {"until": ["."]}), ("two", {"until": ["."]})], "generate_until")
     ours = cached(model(), tmp_path)
     stock = CachingLM(DummyLM(), str(tmp_path / "stock.db"))
+
     texts = stock.generate_until(asked)
-    keys = [hash_args("generate_until", request.args) for request in asked]
-    assert [stock.dbdict[key] for key in keys] == texts and type(stock.dbdict) is SqliteDict
-    assert "generate_until" in vars(ours) and "generate_until" not in vars(stock)
+
+    assert type(stock.dbdict) is SqliteDict
+    for request, text in zip(asked, texts, strict=True):
+        assert stock.dbdict[hash_args("generate_until", request.args)] == text
+    assert "generate_until" in vars(ours)
+    assert "generate_until" not in vars(stock)
 
 
 def test_a_window_is_kept_while_an_unfinished_document_has_it(model, tmp_path):
     wrapped = cached(model(), tmp_path)
-    asked = requests([(" ".join(f"abcdefghijklmn{end}"),) for end in "xy"])  # the first window is that of both
+    begin = "a b c d e f g h i j k l m n"  # the first window of both texts
+    asked = requests([(f"{begin} x",), (f"{begin} y",)])
     windows = [wrapped.lm.text.windows(request.args[0]) for request in asked]
-    assert windows[0][0] == windows[1][0] and windows[0][1] != windows[1][1]
+    (begin_of_one, end_of_one), (begin_of_other, end_of_other) = windows
+    assert begin_of_one == begin_of_other
+    assert end_of_one != end_of_other
+
     answers = Answers(wrapped.dbdict, wrapped.lm.estimator, "loglikelihood_rolling", asked, windows)
     for n, parts in enumerate(windows):
         scores = wrapped.lm.estimator.log_prob(parts)
@@ -242,7 +259,10 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     texts = [(" ".join("abcdefghijklmnopqrstuvwxyz"),)]  # 2 windows
 
     def options(name):
-        return {**spec, "dtype": "float64", **({"trace": str(tmp_path / name)} if traced else {})}
+        arguments = {**spec, "dtype": "float64"}
+        if traced:
+            arguments["trace"] = str(tmp_path / name)
+        return arguments
 
     first = cached(model(**options("t.jsonl")), tmp_path)
     keep = first.dbdict.__class__.keep
@@ -260,21 +280,23 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
         patch.setattr(type(first.dbdict), "keep", stopped)
         first.loglikelihood_rolling(requests(texts))
+
     shutil.copytree(tmp_path, tmp_path / "copy")
-    other = cached(
-        model(**options("t.jsonl") | {"trace": None if traced else str(tmp_path / "o.jsonl")}), tmp_path / "copy"
-    )
+    with_or_without_trace = {**options("t.jsonl"), "trace": None if traced else str(tmp_path / "o.jsonl")}
+    other = cached(model(**with_or_without_trace), tmp_path / "copy")
     assert other.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-9)
     assert computed(other) == 2, "a score without the statistics of a trace is none with them"
+
     again = cached(model(**options("t.jsonl"), batch_size=2), tmp_path)
     assert len(keys(again, "window ")) == 1
     assert again.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-9)
-    assert computed(again) == 1 < whole.estimator.counts.windows == 2
+    assert computed(again) == 1
+    assert whole.estimator.counts.windows == 2
     assert not keys(again, "window ")
-    ours = again.lm.evaluation.stats.tasks["toy"].total
-    theirs = whole.evaluation.stats.tasks["toy"].total
-    for name, total in theirs.named.items():
-        assert ours.named[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
+    resumed = again.lm.evaluation.stats.tasks["toy"].total
+    uninterrupted = whole.evaluation.stats.tasks["toy"].total
+    for name, total in uninterrupted.named.items():
+        assert resumed.named[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
     if traced:
         lines = trace.read(tmp_path / "t.jsonl")
         for line, expected in zip(lines, trace.read(tmp_path / "whole.jsonl"), strict=True):
