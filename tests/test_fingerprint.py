@@ -37,9 +37,9 @@ def networks_are_not_tested():
 # ---------------------------------------------------------------- model args
 
 BLOCKS = {"attention": "block_causal", "block": 4}
-TWO_PHASE, DRAWN, ORDER = (
-    {"estimator": name, "block": 4} for name in ("two_phase", "sampled_confidence", "sampled_order")
-)
+TWO_PHASE = {"estimator": "two_phase", "block": 4}
+DRAWN = {"estimator": "sampled_confidence", "block": 4}
+ORDER = {"estimator": "sampled_order", "block": 4}
 OWN = {"trust_remote_code": True}
 
 
@@ -80,7 +80,8 @@ TRIES = {
     "sampled_order alg": (("origin", "random"),),
     "sampled_order alg_temp": ((0.5, 0.50000001), {"alg": "entropy"}),
     "noised_elbo prediction": (("denoiser", "plugin"),),
-    **{f"{name} noise_seed": ((0, 1), {}, "duo") for name in ("duel", "duel_seeds")},
+    "duel noise_seed": ((0, 1), {}, "duo"),
+    "duel_seeds noise_seed": ((0, 1), {}, "duo"),
     "duel_seeds noise_seeds": ((2, 3), {}, "duo"),
     "klass across": ((), {"kl": "authors"}),
     "quota eos_id": ((5, 6), {"eos": "conf"}),
@@ -94,11 +95,12 @@ ELSEWHERE = {
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "revision": "of the hub, below",
     "noised_elbo self_conditioning": "of DiffusionGemma: denoisers/test_diffusion_gemma.py",
-    **{
-        f"{name} {argument}": "of DiffusionGemma: denoisers/test_diffusion_gemma.py"
-        for name in ("duel", "duel_seeds")
-        for argument in ("prediction", "self_conditioning", "temperatures")
-    },
+    "duel prediction": "of DiffusionGemma",
+    "duel self_conditioning": "of DiffusionGemma",
+    "duel temperatures": "of DiffusionGemma",
+    "duel_seeds prediction": "of DiffusionGemma",
+    "duel_seeds self_conditioning": "of DiffusionGemma",
+    "duel_seeds temperatures": "of DiffusionGemma",
     "quota eos": "with ids of a tokenizer, in test_presets.py",
 }
 OWNERS = {  # the arguments of each owner, and the model args that name it
@@ -128,7 +130,9 @@ def tried(owner):
         label = f"{owner} {name}".strip()
         if name in ELSEWHERE or label in ELSEWHERE:
             continue
-        values, beside, checkpoint = (), {}, "duo" if owner == "noised_elbo" else "bert"
+        values = ()
+        beside = {}
+        checkpoint = "duo" if owner == "noised_elbo" else "bert"
         case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or ()
         if len(case) > 0:
             values = case[0]
@@ -227,24 +231,28 @@ def test_arguments_change_the_fingerprint_if_and_only_if_they_define_a_number(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *arguments, **keywords: None)  # slow, and no number's affair
     for checkpoint, name, argument, values, more in tried(owner):
         with subtests.test(name):
-            if package := {"peft": "peft", "load_in_8bit": "bitsandbytes", "load_in_4bit": "bitsandbytes"}.get(name):
-                pytest.importorskip(package)
-            seen = {printed(folders, checkpoint, **{**more, name: value}) for value in values}
-            assert len(seen) == (len(values) if argument.identity else 1)
+            if name == "peft":
+                pytest.importorskip("peft")
+            if name in ("load_in_8bit", "load_in_4bit"):
+                pytest.importorskip("bitsandbytes")
+            fingerprints = {printed(folders, checkpoint, **{**more, name: value}) for value in values}
+            assert len(fingerprints) == (len(values) if argument.identity else 1)
 
 
 def test_model_args_that_change_a_number_and_that_do_not(folders, subtests):
     for changes, table in ((True, CHANGES), (False, KEEPS)):
-        for checkpoint, arg, *values, more in table:
-            with subtests.test(f"{arg}: {values}"):
-                one, two = (printed(folders, checkpoint, **{**more, arg: value}) for value in values)
-                assert (one != two) == changes
+        for checkpoint, arg, value, other, more in table:
+            with subtests.test(f"{arg}: {[value, other]}"):
+                with_value = printed(folders, checkpoint, **{**more, arg: value})
+                with_other = printed(folders, checkpoint, **{**more, arg: other})
+                assert (with_value != with_other) == changes
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
-    path = dit_reference.write(tmp_path, "sedd")[0]
-    said = [denoisers.load(path, device="cpu", sigma=sigma).describe() for sigma in ("clamped", "schedule")]
-    assert fingerprint.digest(said[0]) != fingerprint.digest(said[1])
+    path, _ = dit_reference.write(tmp_path, "sedd")
+    clamped = denoisers.load(path, device="cpu", sigma="clamped").describe()
+    schedule = denoisers.load(path, device="cpu", sigma="schedule").describe()
+    assert fingerprint.digest(clamped) != fingerprint.digest(schedule)
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -280,16 +288,18 @@ PADDED |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
     ],
 )
 def test_settings_of_a_tokenizer(tmp_path, changes, same):
-    tokenizers, digests, ids = [], [], []
-    for name, settings in (("plain", {}), ("changed", changes)):
-        (tmp_path / name).mkdir()
-        tokenizer = fast(tmp_path / name, **settings)
-        tokenizers.append(tokenizer)
-        digests.append(fingerprint.of_tokenizer(tokenizer))
-        ids.append(tokenizer(["a b[SEP]c", "A the of and"])["input_ids"])
-    assert (ids[0] == ids[1]) is same
-    assert (digests[0] == digests[1]) is same
-    assert [fingerprint.of_tokenizer(tokenizer) for tokenizer in tokenizers] == digests, "a call changes nothing"
+    texts = ["a b[SEP]c", "A the of and"]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "changed").mkdir()
+    plain = fast(tmp_path / "plain")
+    changed = fast(tmp_path / "changed", **changes)
+    digest_of_plain = fingerprint.of_tokenizer(plain)
+    digest_of_changed = fingerprint.of_tokenizer(changed)
+
+    assert (plain(texts)["input_ids"] == changed(texts)["input_ids"]) is same
+    assert (digest_of_plain == digest_of_changed) is same
+    assert fingerprint.of_tokenizer(plain) == digest_of_plain, "a call changes nothing"
+    assert fingerprint.of_tokenizer(changed) == digest_of_changed, "a call changes nothing"
 
 
 def test_flags_of_added_tokens():
@@ -316,11 +326,18 @@ def test_every_file_that_a_loader_reads_is_hashed(tmp_path):
 
     assert changed("config.json", b'{"transformers_weights": "sub/any.name"}')
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "epoch.ckpt"):
-        assert changed(name, b"1") and changed(name, b"2"), name
-    assert changed("sub/any.name", b"1") and changed("sub/any.name", b"2")
+        assert changed(name, b"1"), name
+        assert changed(name, b"2"), name
+    assert changed("sub/any.name", b"1")
+    assert changed("sub/any.name", b"2")
+
     assert changed("pytorch_model.bin.index.json", b'{"weight_map": {"a": "part-1", "b": "deep/part-2"}}')
-    assert changed("part-1", b"1") and changed("deep/part-2", b"1") and changed("deep/part-2", b"2")
-    assert not changed("README.md", b"1") and not changed("optimizer.bin", b"1")
+    assert changed("part-1", b"1")
+    assert changed("deep/part-2", b"1")
+    assert changed("deep/part-2", b"2")
+
+    assert not changed("README.md", b"1")
+    assert not changed("optimizer.bin", b"1")
 
 
 COMMITS = ("a" * 40, "b" * 40)
@@ -334,48 +351,54 @@ def test_a_hub_checkpoint_is_its_commit(kind, tmp_path, monkeypatch):
                 monkeypatch.setattr(f"{place}.{name}", str(tmp_path))
     repo = tmp_path / "models--org--net"
     options = {"attention": "causal"} if kind == "gpt2" else {}
-    specs = []
+    specs = {}
     (repo / "refs").mkdir(parents=True)
     for commit in COMMITS:
         (repo / "refs" / "main").write_text(commit)
         tiny.checkpoint(repo / "snapshots" / commit, kind)
-        specs.append(denoisers.load("org/net", device="cpu", **options).describe())
-    assert [spec["weights"] for spec in specs] == [f"org/net at commit {commit}" for commit in COMMITS]
-    old = denoisers.load("org/net", device="cpu", revision=COMMITS[0], **options)
-    assert old.describe() == specs[0]
+        specs[commit] = denoisers.load("org/net", device="cpu", **options).describe()
+        assert specs[commit]["weights"] == f"org/net at commit {commit}"
+
+    first, _ = COMMITS
+    old = denoisers.load("org/net", device="cpu", revision=first, **options)
+    assert old.describe() == specs[first]
 
 
 def test_code_that_the_networks_code_imports_is_hashed(folders, tmp_path):
-    found = []
-    for name, line in (("one", ""), ("again", ""), ("other", "\nHELP = 1\n")):
+    def described(name, line):
+        """The spec of a copy whose configuration has one more line."""
         shutil.copytree(folders / "own", tmp_path / name)
         code = tmp_path / name / "configuration_own.py"
         code.write_text(code.read_text() + line)
         options = {"backend": "remote", "trust_remote_code": True, "device": "cpu"}
-        found.append(denoisers.load(str(tmp_path / name), **options).describe())
-    assert found[0] == found[1] and found[0]["code"] != found[2]["code"]
+        return denoisers.load(str(tmp_path / name), **options).describe()
+
+    spec = described("one", "")
+    assert described("again", "") == spec
+    assert described("other", "\nHELP = 1\n")["code"] != spec["code"]
 
 
 def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = "from lm_eval_duel import rules\nclass Base(rules.Rule):\n    def __call__(self, predictions, lanes):\n"
     base += "        return lanes.masked"
-    found = []
+    codes = {}
     for name in ("first", "second"):
         (tmp_path / f"base_{name}.py").write_text(f"{base}  # {name}")
         (tmp_path / f"rule_{name}.py").write_text(f"from base_{name} import Base\nclass Mine(Base):\n    pass\n")
         rule = rules.parse(f"rule_{name}:Mine")
-        found.append(fingerprint.code_of(type(rule)))
-        assert DuelEstimator(Toy(), rule, "auto").describe()["rule_code"] == found[-1]
+        codes[name] = fingerprint.code_of(type(rule))
+        assert DuelEstimator(Toy(), rule, "auto").describe()["rule_code"] == codes[name]
         (tmp_path / f"base_{name}.py").write_text(f"{base}  # {name} again")
-        assert fingerprint.code_of(type(rule)) != found[-1]
-    assert found[0] != found[1]
+        assert fingerprint.code_of(type(rule)) != codes[name]
+    assert codes["first"] != codes["second"]
 
 
 def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
     """The rule beside an ELBO generates, so it is part of what texts are kept under."""
     arguments = {"pretrained": str(folders / "bert"), "device": "cpu", "estimator": "elbo", "mc_samples": 8}
     plain = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1").generation_spec
-    assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "target"
+    assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"])
+    assert plain["grid"] == "target"
     row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generation_spec
     assert fingerprint.digest(plain) != fingerprint.digest(row)

@@ -62,26 +62,28 @@ OF_ESTIMATORS = (
 
 
 def test_values():
-    found = [(key, value, getattr(Options.parse({key: value}), key)) for key, value, _ in VALUES]
-    assert found == list(VALUES) and [type(f[2]) for f in found] == [type(expected) for *_, expected in VALUES]
+    for key, value, expected in VALUES:
+        read = getattr(Options.parse({key: value}), key)
+        assert read == expected
+        assert type(read) is type(expected)
 
 
 def test_values_of_estimators():
     for estimator, key, value, expected in OF_ESTIMATORS:
         steps = {"steps": 2} if value == "dream" else {}
         options = Options.parse({"estimator": estimator, "block": 4, key: value, **steps})
-        assert getattr(options.estimator_args, key) == expected and options.rule == rules.Greedy(), (key, value)
+        assert getattr(options.estimator_args, key) == expected, (key, value)
+        assert options.rule == rules.Greedy()
     with pytest.raises(DuelError, match=r"'mc_samples' .*estimator=elbo"):
         Options.parse({"mc_samples": 64})
 
 
 def test_rules_of_the_lattice():
-    asked = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
-    assert [str(rule) for rule in Options.parse(asked).estimator_args.lattice_rules] == [
-        "greedy:k=1",
-        "margin:k=2",
-        "threshold:mu=0.9",
-    ]
+    given = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
+    greedy, margin, threshold = Options.parse(given).estimator_args.lattice_rules
+    assert str(greedy) == "greedy:k=1"
+    assert str(margin) == "margin:k=2"
+    assert str(threshold) == "threshold:mu=0.9"
     assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).estimator_args.lattice_rules == ()
     assert Options.parse({"estimator": "oracle"}).estimator_args.lattice_rules is None
 
@@ -107,10 +109,12 @@ WRONG_RULES = (
     ("quota:steps=4:eos_id=4", "eos=conf only"),
     ("custom_rules:Stals", "Did you mean Stalls?"),
     ("klass:mu=0.4:nu=0.3:across=true", "add kl=authors"),
-    *(
-        (f"klass:mu=0.4:nu=0.3:kl=authors:across=true:{more}", "over blocks")
-        for more in ("sub_block=2", "seed_first=1")
-    ),
+    ("klass:mu=0.4:nu=0.3:kl=authors:across=true:sub_block=2", "over blocks"),
+    ("klass:mu=0.4:nu=0.3:kl=authors:across=true:seed_first=1", "over blocks"),
+    (".mine:Rule", "module:Name"),
+    ("..:Rule", "module:Name"),
+    ("mine..deep:Rule", "module:Name"),
+    ("mine.:Rule", "module:Name"),
 )
 WRONG = (  # model args, and what the error names: the argument, its value, the nearest name
     ({"rule": "gredy"}, "'gredy'. Did you mean greedy?"),
@@ -126,7 +130,12 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice"),
     ({"rule": "threshold"}, "mu"),
     ({"block": 0}, "'block'"),
-    *(({name: ""}, f"'{name}'") for name in ("block", "rule", "trace", "cache", "mc_samples", "pretrained")),
+    ({"block": ""}, "'block'"),
+    ({"rule": ""}, "'rule'"),
+    ({"trace": ""}, "'trace'"),
+    ({"cache": ""}, "'cache'"),
+    ({"mc_samples": ""}, "'mc_samples'"),
+    ({"pretrained": ""}, "'pretrained'"),
     ({"rule": "greedy:k="}, "'k'"),
     ({"preset": "lladda"}, "'lladda'. Did you mean llada"),
     ({"preset": "llada", "block": 32}, "block=32"),
@@ -161,7 +170,6 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}, "'history'"),
     ({"rule": "klass:mu=0.9", "nu": "0.1:history=2"}, "'nu'"),
     *(({"rule": rule}, named) for rule, named in WRONG_RULES),
-    *(({"rule": name}, "module:Name") for name in (".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule")),
 )
 
 
@@ -182,28 +190,34 @@ def test_errors_name_the_argument(subtests):
             Options.parse(given)
 
 
-OWNERS = [
-    (MODEL_ARGUMENTS, {}),
-    *((entry.arguments, {"estimator": name, "block": 4}) for name, entry in registry.ESTIMATORS.items()),
-    *((arguments.declared(rule), {"rule": name}) for name, rule in rules.RULES.items()),
-    (rules.WRAPPER_ARGUMENTS, {}),
-]
+def owners():
+    """The arguments of each owner, with the model args that name it."""
+    yield MODEL_ARGUMENTS, {}
+    yield rules.WRAPPER_ARGUMENTS, {}
+    for name, entry in registry.ESTIMATORS.items():
+        yield entry.arguments, {"estimator": name, "block": 4}
+    for name, rule in rules.RULES.items():
+        declared = arguments.declared(rule)
+        required = {name: each.example for name, each in declared.items() if each.default is arguments.MISSING}
+        yield declared, {"rule": name, **required}
+
+
 ANY = ("", "x", "1_0", "٣", "a=b", "a:b", "\ud83d", b"x", -1, 0, 1.5, 2**63, 10**400, math.nan, math.inf)
 ANY += (True, None, [], ["x"], {"x": 1})
 
 
 def test_any_argument_takes_a_value_or_is_named():
     """Before anything is loaded: no value of any argument is another error."""
-    for declared, named in OWNERS:
-        required = {name: each.example for name, each in declared.items() if each.default is arguments.MISSING}
+    for declared, others in owners():
         for name, value in itertools.product(declared, ANY):
-            given = {**named, **(required if "rule" in named else {}), name: value}
+            given = {**others, name: value}
             try:
                 options = Options.parse(given)
             except DuelError as error:
                 assert name in str(error) or "rule" in str(error), (name, value)
             else:
-                assert Options.parse(given) == options and rules.parse(str(options.rule)) == options.rule
+                assert Options.parse(given) == options
+                assert rules.parse(str(options.rule)) == options.rule
 
 
 def test_every_digit_of_a_whole_number_counts():

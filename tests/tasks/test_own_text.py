@@ -137,7 +137,8 @@ def test_the_name_of_a_document_has_its_line(tmp_path):
 
 def test_cells_of_csv_hold_any_text(tmp_path):
     """Line breaks in quoted cells, in a file above a megabyte, and a cell above one."""
-    texts = [f"text {n}\n" + "word\n" * 100 for n in range(4000)] + ["line\n" * 700_000, "1", "2026-11-27", "true", ""]
+    texts = [f"text {n}\n" + "word\n" * 100 for n in range(4000)]
+    texts += ["line\n" * 700_000, "1", "2026-11-27", "true", ""]
     with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "text"])
@@ -172,7 +173,9 @@ def test_documents_and_rows_of_own_texts(tmp_path, folder):
     file = rows(tmp_path, "a.jsonl", {"body": "a b c d"}, {"body": "e d c b a"})
     model = {"tokenizer": folder, "files": file, "field": "body"}
     documents = tasks.own_documents(**model)["test"]
-    assert documents["text"] == ["a b c d", "e d c b a"] and documents["duel_tokens"] == [4, 5]
+    assert documents["text"] == ["a b c d", "e d c b a"]
+    assert documents["duel_tokens"] == [4, 5]
+
     packed = tasks.own_rows(**model, length=5)["test"]
     assert [len(ids.split()) for ids in packed["ids"]] == [5, 5, 5]  # 9 tokens between two special ones, three a row
     with pytest.raises(DuelError, match="name them: --metadata"):
@@ -182,9 +185,13 @@ def test_documents_and_rows_of_own_texts(tmp_path, folder):
 def test_a_gap_is_scored_with_both_sides_visible(lm):
     [(log_prob, is_greedy)] = lm.loglikelihood(ask("loglikelihood", ("a b", Gap(" c", " d e"))))
     window = Window((2, *lm.tok_encode("a b")), lm.tok_encode("c"), (*lm.tok_encode("d e"), 3))
-    [scored] = DuelEstimator(lm.denoiser, "greedy", 4).log_prob([window])
-    assert (log_prob, is_greedy) == (pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy)
-    assert (log_prob.tokens, log_prob.text, log_prob.sees_suffix) == (1, " c", True)
+    [score] = DuelEstimator(lm.denoiser, "greedy", 4).log_prob([window])
+    assert log_prob == pytest.approx(score.log_prob, abs=1e-4)
+    assert is_greedy == score.is_greedy
+    assert log_prob.tokens == 1
+    assert log_prob.text == " c"
+    assert log_prob.sees_suffix is True
+
     joint = lm.text.encode_gap("a b", Gap(" c", " d e"))
     assert lm.text.encode_gap("a b", Gap(" c ", "d e")) == joint  # spaces at the end belong to the suffix
     [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")))
@@ -205,7 +212,8 @@ def test_what_does_not_fit_is_cut_from_the_far_ends(context, after, kept_before,
     before = list(range(10, 10 + context))
     behind = list(range(30, 30 + after))
     window, cut = infilled(before, [1, 2], behind, 10, [8], [9])
-    assert window.context == (8, *before[context - kept_before :]) and window.target == (1, 2)
+    assert window.context == (8, *before[context - kept_before :])
+    assert window.target == (1, 2)
     assert window.suffix == (*behind[:kept_after], 9)
     assert cut == context + after - kept_before - kept_after
 
@@ -227,13 +235,15 @@ INFILL = {
 def test_the_file_of_duel_infill_in_the_harness(tmp_path, folder, lm):
     file = rows(tmp_path, "g.jsonl", {"prefix": "a b", "target": " c d", "suffix": " e"}, {"target": "a b"})
     run = evaluate("duel_infill", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
+
     pairs = ask("loglikelihood", ("a b", Gap(" c d", " e")), ("", "a b"))
-    answers = lm.loglikelihood(pairs)
-    nats = sum(log_prob for log_prob, _ in answers)
+    log_probs, are_greedy = zip(*lm.loglikelihood(pairs), strict=True)
+    nats = sum(log_probs)
     metrics = run["results"]["duel_infill"]
     assert metrics["token_perplexity,none"] == pytest.approx(math.exp(-nats / 4))
     assert metrics["bits_per_byte,none"] == pytest.approx(-nats / math.log(2) / len(" c da b"))
-    assert metrics["acc,none"] == sum(is_greedy for _, is_greedy in answers) / 2
+    assert metrics["acc,none"] == sum(are_greedy) / 2
+
     [row, bare] = infilling.gaps(files=file)["test"]
     other = infilling.Gaps({"metadata": {"files": file}, **INFILL})
     with pytest.raises(DuelError, match="sees the prefix only"):
@@ -287,8 +297,9 @@ def test_a_bound_has_no_calibration(tmp_path, folder):
 
 def test_calibration_by_hand():
     log_probs = [math.log(p) - 700 for p in (0.5, 0.3, 0.2)]
-    found = infilling.calibration(log_probs, 1)
-    assert found["brier"] == pytest.approx(0.25 + 0.49 + 0.04) and found["ece"] == (pytest.approx(0.5), 0.0)
+    scores = infilling.calibration(log_probs, 1)
+    assert scores["brier"] == pytest.approx(0.25 + 0.49 + 0.04)
+    assert scores["ece"] == (pytest.approx(0.5), 0.0)
     assert infilling.calibration([-math.inf, -math.inf], 0) == {}
     items = [(0.95, 1.0), (0.91, 0.0), (0.55, 1.0), (1.0, 1.0)]  # bins: three of the last, and one
     expected = (abs(2 - 0.95 - 0.91 - 1.0) + 0.45) / 4
@@ -301,7 +312,8 @@ def test_calibration_by_hand():
 def test_windows_shorter_than_a_block_are_named(lm):
     windows = [Window((), (5, 6, 7))]
     note = shorter_than_a_block(windows, 4096)
-    assert "block=4096" in note and "3 positions" in note
+    assert "block=4096" in note
+    assert "3 positions" in note
     for block in (None, 3, 2):
         assert not shorter_than_a_block(windows, block)
     assert not shorter_than_a_block([], 4)
@@ -345,19 +357,23 @@ def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monk
     with pytest.raises(DuelError, match="mine") as raised:
         named.load(["mine"], {}, str(tmp_path))
     message = str(raised.value)
-    assert "nested/includes.yaml" in message and "nowhere.yaml" in message and "broken.yaml" in message
+    assert "nested/includes.yaml" in message
+    assert "nowhere.yaml" in message
+    assert "broken.yaml" in message
     assert "good.yaml" not in message
     assert "line 1" in message  # where YAML's error stands
     for folders in (str(missing), missing, [tmp_path / "nested", missing]):
         assert str(missing) in named.unreadable(folders)
-    assert named.unreadable(None) == named.unreadable([]) == ""
+    assert named.unreadable(None) == ""
+    assert named.unreadable([]) == ""
 
 
 def test_run_reads_files_of_text_as_a_task(tmp_path):
     texts = write(tmp_path, "notes.txt", "a b")
     args = SimpleNamespace(tasks=f"sotu,{texts}", metadata={"lines": True})
     run._take_texts(args)
-    assert args.tasks == "sotu,duel_text" and args.metadata == {"lines": True, "files": [texts]}
+    assert args.tasks == "sotu,duel_text"
+    assert args.metadata == {"lines": True, "files": [texts]}
     with pytest.raises(UsageError, match="name them in one place"):
         run._take_texts(SimpleNamespace(tasks=texts, metadata={"files": "other.txt"}))
     with pytest.raises(DuelError, match="matches no file"):
@@ -369,7 +385,8 @@ def test_a_file_that_is_named_twice_is_read_once_and_said_so(tmp_path, caplog):
     (tmp_path / "b.txt").write_text("two")
     pattern = str(tmp_path / "*.txt")
     once = files.texts([pattern])
-    assert [document.text for document in once] == ["one", "two"] and not caplog.messages
+    assert [document.text for document in once] == ["one", "two"]
+    assert not caplog.messages
 
     assert files.texts([pattern, str(tmp_path / "b.txt")]) == once
     [message] = caplog.messages
