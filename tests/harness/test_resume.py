@@ -135,7 +135,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    while run.poll() is None and not kill.kept(tmp_path, "window "):
+    while run.poll() is None and not kill.kept(tmp_path):  # soon, so that neither rank has finished
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait(60) != 0
