@@ -302,6 +302,16 @@ def test_the_baseline_is_first_and_a_method_has_the_date_of_its_newest_result(tm
     assert method["date"].startswith("1970-01-04")
 
 
+def test_a_baseline_without_a_perplexity_is_first_too(tmp_path):
+    ours(tmp_path / "results", {"first": {"token_perplexity": 20.0}}, model="M")
+    hf(tmp_path / "results", {"choice": {"acc": 0.25}}, model="Other")
+    hf(tmp_path / "ar", {"choice": {"acc": 0.5}})
+
+    rows = results.report(tmp_path, "--as_published")["standings"]["rows"]
+
+    assert [row["model"] for row in rows] == ["ARM", "M", "Other"]
+
+
 # ---------------------------------------------------------------- the page
 
 
