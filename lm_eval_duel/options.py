@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -141,6 +142,7 @@ class Options(NetworkArguments):
         Raises:
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
+        require_commas(arguments)
         if arguments.get("rule") == "":
             MODEL_ARGUMENTS["rule"].read("rule", "")  # raises: an empty value is not the name of an unknown rule
 
@@ -269,6 +271,17 @@ def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Arg
     chosen_args = {} if chosen is None else chosen.arguments
     readable = {**registry.arguments(), **chosen_args}  # where estimators share a name, the chosen one's declaration
     return {key: value for key, value in readable.items() if key in chosen_args or key not in rules.PARAMETERS}
+
+
+def require_commas(arguments: Mapping[str, Any]) -> None:
+    """Raise DuelError for a value that holds another model arg behind a space."""
+    names = {*MODEL_ARGUMENTS, *registry.arguments(), *rules.PARAMETERS}
+    for key, value in arguments.items():
+        written = f"{key}={value}"
+        behind = re.search(r"\s+(\w+)=", written) if isinstance(value, str) else None
+        if behind and behind[1] in names:
+            separated = re.sub(r"\s+(?=\w+=)", ",", written).strip(",")
+            raise DuelError(f"Model args are separated by commas, without spaces: {separated}; got '{written}'.")
 
 
 def _require_known(arguments: Mapping[str, Any], readable: Mapping[str, Argument]) -> None:

@@ -119,6 +119,16 @@ WRONG_RULES = (
 WRONG = (  # model args, and what the error names: the argument, its value, the nearest name
     ({"rule": "gredy"}, "'gredy'. Did you mean greedy?"),
     ({"blok": 32}, "'blok'. Did you mean block?"),
+    *(
+        (args, f"commas, without spaces: {separated}")
+        for args, separated in (
+            ({"rule": "greedy block=2"}, "rule=greedy,block=2"),
+            ({"pretrained": "demo-bd rule=margin  mu=1"}, "pretrained=demo-bd,rule=margin,mu=1"),
+            ({"demo-bd rule": "margin"}, "demo-bd,rule=margin"),
+            ({" rule": "margin"}, "rule=margin"),
+            ({"estimator": "elbo mc_samples=4"}, "estimator=elbo,mc_samples=4"),
+        )
+    ),
     ({"bos": "givn"}, "'givn'. Did you mean given?"),
     ({"bos": "none", "add_bos_token": True}, "add_bos_token=True"),
     ({"bos": "official", "windows": "harness"}, "windows=independent"),

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lm_eval_duel.console.command_line import FLAGS
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.registry import Entry, find
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, require_commas
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 
 OF_CHECKPOINT = (  # model args that describe one checkpoint, and may be wrong for another
@@ -96,7 +96,10 @@ def _given(text: str) -> dict[str, Any]:
         )
     if text.split(",")[0] in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
-    return FLAGS["model_args"].read("--compare", text)
+    given: dict[str, Any] = FLAGS["model_args"].read("--compare", text)
+    with naming(f"--compare {text}"):
+        require_commas(given)
+    return given
 
 
 def _written_out(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,13 +151,13 @@ class Estimator(abc.ABC):
         ignored = self.ignored_args(given)
         if not ignored:
             return
-        other = "; draw_seed only seeds texts that tasks generate, verify=N and order=random"
-        log.warning(
-            "estimator=%s does not read %s here: the value is the same without%s",
-            self.name,
-            " and ".join(ignored),
-            other if "draw_seed" in ignored else "",
-        )
+        about = ""
+        if "block" in ignored and "elbo_block" in registry.find(self.name).arguments:
+            about += "; elbo_block=N masks in blocks of N"
+        if "draw_seed" in ignored:
+            about += "; draw_seed only seeds texts that tasks generate, verify=N and order=random"
+        listed = " and ".join(ignored)
+        log.warning("estimator=%s does not read %s: the value is the same without%s", self.name, listed, about)
 
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:

@@ -160,6 +160,8 @@ def check_windows(
     """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
     if isinstance(windows, Window):
         raise DuelError("Pass a list of windows; got one Window. Write [window].")
+    if isinstance(windows, str):
+        raise DuelError("Pass a list of windows, which hold token ids; got a text. Texts go to Duel.score([text]).")
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):
         if not isinstance(window, Window):
@@ -258,9 +260,10 @@ def _of_layout(case: WindowCase) -> Iterator[str]:
     denoiser = case.denoiser
     window = case.window
     if window.length > denoiser.max_length:
+        around = len(window.context) + len(window.suffix)
         yield (
-            f"has {window.length} positions but the network holds {denoiser.max_length}; cut it "
-            "(lm_eval_duel.core.windows.independent) or shorten the context."
+            f"has {window.length} positions ({around} of them context and suffix), and a row of this network holds at "
+            f"most {denoiser.max_length}. Shorten one of its parts."
         )
     if denoiser.needs_visible and window.target and not window.context + window.suffix:
         yield (

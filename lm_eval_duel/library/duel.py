@@ -289,6 +289,7 @@ class Duel(OnIds):
             log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
         elif empty:
             log.warning("Texts %s have no tokens, so their perplexities are nan.", ", ".join(empty))
+        fingerprint = self.fingerprint
         missing = tokens = 0
         for n, scores in score_documents([each.windows for each in documents], self.stream, "Text {}".format):
             absent = encoder.unknown(documents[n].windows, texts[n])
@@ -296,7 +297,7 @@ class Duel(OnIds):
             tokens += documents[n].tokens
             context, suffix = around[n]
             score = TextScore.from_scores(
-                texts[n], documents[n], scores, self.estimator, encoder.tokenizer, absent, context, suffix
+                texts[n], documents[n], scores, self.estimator, encoder.tokenizer, absent, context, suffix, fingerprint
             )
             yield n, score
         if missing:

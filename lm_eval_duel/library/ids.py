@@ -171,6 +171,8 @@ class OnIds:
         Raises:
             DuelError: If the estimator cannot sample, or a context is wrong or does not fit into a row.
         """
+        if isinstance(contexts, str):
+            raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
         befores: list[Ids] = []
         afters: list[Ids] = []
         for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):

@@ -61,6 +61,7 @@ class TextScore(Display):
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
+    fingerprint: str = ""  # of the Duel: everything that defines the number, the network included
 
     @property
     def errors(self) -> dict[str, float]:
@@ -90,6 +91,7 @@ class TextScore(Display):
         unknown: int = 0,
         context: str | Ids = "",
         suffix: str | Ids = "",
+        fingerprint: str = "",
     ) -> TextScore:
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
@@ -117,6 +119,7 @@ class TextScore(Display):
             context=context if isinstance(context, str) else as_ids(context),
             suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
             scored=encoded.scored,
+            fingerprint=fingerprint,
         )
 
 

@@ -3,8 +3,9 @@
     model,estimator,rule,block,cache,task,metric,value,stderr,source,note
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
 
-The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
-whether a figure is a bound. `recipes`, separated by spaces, are rows of examples/paper.
+The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`, or its
+name in tables (DUEL, ELBO, AR); it says whether a figure is a bound. `recipes`, separated by spaces, are rows of
+examples/paper.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
     figures = []
     for name in names:
         file = PAPER_FILE if name == PAPER else Path(name)
+        if not file.exists():
+            raise DuelError(f"There is no {name}; --published takes CSV files of figures, or {PAPER}.")
         with reading(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
             reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
@@ -55,13 +58,21 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     for key in (*NAMES, *NEEDED, "stderr"):
         figure[key] = (line.get(key) or "").strip()
     require_known("metric", [figure["metric"]], METRICS)
-    entry = registry.find(figure["estimator"])
+    entry = _estimator(figure["estimator"])
     figure["estimator"] = entry.name
     figure["display"] = entry.title
     figure["bound"] = entry.kind.is_bound
     figure["value"] = float(figure["value"])
     figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
     return figure
+
+
+def _estimator(name: str) -> registry.Entry:
+    """An estimator by its name in `estimator=`, or by the one that tables print; raises DuelError for any other."""
+    for entry in registry.ENTRIES:
+        if name.casefold() in (entry.title.casefold(), entry.display.casefold()):
+            return entry
+    return registry.find(name)
 
 
 def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

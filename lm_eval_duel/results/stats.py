@@ -207,9 +207,12 @@ class Side(NamedTuple):
         return f"{self.name} is {self.value.doubt}" if self.value.doubt else self.no_error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PairedDifference:
-    """The difference of two models, first minus second, in nats per unit: below 0 the first is better."""
+    """The difference of two models, first minus second, in nats per unit: below 0 the first is better.
+
+    `repr` and `str` are one sentence.
+    """
 
     names: tuple[str, str] = ("", "")
     unit: str = ""  # token, word or byte
@@ -249,6 +252,8 @@ class PairedDifference:
         if self.interval is not None:
             text += f" (95 % interval {span(self.interval, '+.4f')}, {counted(self.documents, 'document')})"
         return f"{text}: {self.verdict}" if self.verdict else text
+
+    __repr__ = __str__
 
 
 def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> PairedDifference:

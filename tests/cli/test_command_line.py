@@ -52,6 +52,9 @@ TYPOS = [
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
     (["score", "a.txt", "--lines", "demo-bd"], "unrecognized arguments: demo-bd. A model is named by --model_args."),
+    (["score", "a.txt", "--model_args", "demo-bd", "rule=margin"], "--model_args NAME,rule=margin"),
+    (["score", "pretrained=demo-bd"], "--model_args NAME,rule=margin"),
+    (["score", "a.txt", "--model_args", "demo-bd", "--compare", "rule=margin block=2"], "rule=margin,block=2"),
     (["inspect", "demo-mdm", "--files", "nosuch.txt"], "nosuch.txt matches no file"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
     (["list", "task"], "Unknown value of WHAT 'task'"),

@@ -113,6 +113,29 @@ def test_wrong_texts_are_named(duel):
         duel.score(["fine", [1, 2]])
 
 
+def test_a_text_is_not_taken_letter_by_letter(duel):
+    """Where a list of texts or of windows is wanted; nothing is computed."""
+    for method, arguments in {
+        "score": ("We",),
+        "generate": ("We",),
+        "sample": ("We", 4),
+        "stream_samples": ("We", 4),
+        "log_prob": ("We",),
+        "stream": ("We",),
+        "replay": ("We", [(0,), (0,)]),
+        "follow": ("We", [(0,), (0,)]),
+        "differentiable": ("We", [(0,), (0,)]),
+    }.items():
+        with pytest.raises(DuelError, match=r"a list of .* got (one|a) text"):
+            list(getattr(duel, method)(*arguments))
+
+
+def test_a_sample_that_does_not_fit_says_its_length_and_what_fits(duel):
+    most = duel.denoiser.max_length
+    with pytest.raises(DuelError, match=rf"{most + 1} positions .*at most {most}\."):
+        duel.sample([()], most + 1)
+
+
 # ---------------------------------------------------------------- text out
 
 
@@ -240,6 +263,7 @@ def test_a_score_shows_itself():
     assert values["reveal_steps"] == list(score.reveal_steps)
     assert values["windows"][0]["target"] == list(score.windows[0].target)
     assert values["spec"] == score.spec
+    assert values["fingerprint"] == duel.fingerprint
 
     tokens, nats = zip(*score.token_scores(), strict=True)
     assert "".join(tokens) == text

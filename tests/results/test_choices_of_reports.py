@@ -13,6 +13,7 @@ from lm_eval_duel import demo
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import compare, gaps, page, published, read, run_summary
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.table import Note, Table
@@ -386,6 +387,16 @@ def test_published_figures_are_listed_by_source_and_metric_and_bounds_are_marked
     for source in sources:
         blocks_and_values = [(row[2], row[-1]) for row in published.table(source).rows]
         assert blocks_and_values == [("whole target", "≤ 30.00 ± 0.25"), ("4", "20.00"), ("8", "21.00 ± 1.50")]
+
+
+def test_an_estimator_of_published_figures_has_the_name_of_either_table(tmp_path):
+    """Each by the name that a user types and by the one that tables print, whatever its case."""
+    file = tmp_path / "p.csv"
+    for entry in registry.ENTRIES:
+        for name in (entry.name, entry.title, entry.title.lower(), entry.display):
+            file.write_text(f'{",".join(published.NEEDED)}\nM,"{name}",ptb,token_perplexity,3,s\n')
+            [figure] = published.read([file])
+            assert (figure["estimator"], figure["display"]) == (entry.name, entry.title)
 
 
 def test_the_table_of_a_run_has_the_first_metric_and_counts_documents_of_tasks_without_a_limit():

@@ -53,6 +53,8 @@ def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
     assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.1)
     assert forward.verdict == "A is better"
     assert f"{expected:+.4f}" in str(forward)
+    assert repr(forward) == str(forward)
+    assert "\n" not in repr(forward)
 
     assert backward.difference == -forward.difference
     assert backward.interval == pytest.approx((-high, -low))

@@ -425,6 +425,12 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
         parse([str(tmp_path), "--published", str(file), "--out", "unused"])
 
 
+def test_a_missing_file_of_published_figures(tmp_path):
+    made(tmp_path)
+    with pytest.raises(UsageError, match=r"no nope\.csv"):
+        parse([str(tmp_path), "--published", "nope.csv", "--out", "unused"])
+
+
 # ---------------------------------------------------------------- documents
 
 
