@@ -32,13 +32,22 @@ from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.estimators.duel_seeds import DuelSeeds
 from lm_eval_duel.estimators.registry import LOG_MEAN
 
-KIND, TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
+# Keys of the random numbers
+KIND = 7  # whether a masked position shows [MASK]
+TOKEN = 8  # which token it shows
 
 
 class GivenNoise(OtherRow):
     """A network of rows for one window, given the noise of `seed`."""
 
-    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str, seed: int):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        window: Window,
+        block: int | None,
+        grid: str,
+        seed: int,
+    ):
         super().__init__(denoiser, window, block, grid)
         self.plain = without_wrappers(denoiser)
         self.seed = seed
@@ -49,11 +58,22 @@ class GivenNoise(OtherRow):
 
     def path(self, F: reference.Rule) -> reference.Path:
         return reference.log_likelihood_given_noise(
-            self.x, self.blocks, self._given_noise, F, self.m, self.noise, self.relative_positions
+            self.x,
+            self.blocks,
+            self._given_noise,
+            F,
+            self.m,
+            self.noise,
+            self.relative_positions,
         )
 
     @torch.inference_mode()
-    def _given_noise(self, z: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _given_noise(
+        self,
+        z: torch.Tensor,
+        y: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Logits (L, V) for the row z (L,), shown as y (L,)."""
         self.given = z
         logits = self.logits(self.denoiser, y.to(self.denoiser.device))
@@ -74,8 +94,9 @@ class GivenNoise(OtherRow):
         assert training is not None
         t = self.share(z, block).reshape(1, 1)
         level = training.noise.level(t, 1 - t)
-        as_mask = float(level.m / (level.m + len(self.tokens) * level.u))
-        return torch.where(uniform(self.seed, KIND, key, step, position) < as_mask, self.plain.mask_id, tokens)
+        chance_of_mask = float(level.m / (level.m + len(self.tokens) * level.u))
+        shows_mask = uniform(self.seed, KIND, key, step, position) < chance_of_mask  # (L,)
+        return torch.where(shows_mask, self.plain.mask_id, tokens)
 
     def share(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The share of the row that is masked, or under `bos="official"` of the scored positions, float64 ()."""
@@ -89,8 +110,9 @@ class GivenNoise(OtherRow):
     def _before_filters(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
         if denoiser is not self.plain:
             return super()._before_filters(denoiser, z)
-        noise_level = denoiser.noise_inputs(self.share(self.given, 0)[None])
-        self.inputs = denoiser.features(z[None], None, **noise_level)[0]  # (L, D)
+        share = self.share(self.given, 0)
+        noise_level = denoiser.noise_inputs(share[None])
+        [self.inputs] = denoiser.features(z[None], None, **noise_level)  # (L, D)
         return denoiser.head(self.inputs).double()
 
 
@@ -107,7 +129,12 @@ class CanvasGivenNoise(GivenNoise):
         return (z[begin:end] == self.m).sum().double() / (end - begin)
 
     @torch.inference_mode()
-    def _given_noise(self, z: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _given_noise(
+        self,
+        z: torch.Tensor,
+        y: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> torch.Tensor:
         sampler = self.plain.commit_once
         device = self.plain.device
         first_masked = int((z == self.m).nonzero()[0])
@@ -124,10 +151,12 @@ class CanvasGivenNoise(GivenNoise):
         temperature = sampler.temperature(torch.tensor([self.step])).to(logits)
         self.before = (logits / temperature)[None].to(out.logits.dtype)
 
-        if sampler.leave_one_out:  # divide by q(x_t = shown token | x_0)
+        if sampler.leave_one_out:
+            # Divide by q(x_t = shown token | x_0): a token that stayed is likelier to be shown than any other.
             t = self.share(z, begin)
             shown = torch.arange(end - begin), y[begin:end].to(device)
-            logits[shown] -= torch.log1p((1 - t) * len(self.tokens) / t).to(logits)
+            log_ratio = torch.log1p((1 - t) * len(self.tokens) / t)
+            logits[shown] -= log_ratio.to(logits)
         row = logits.new_full((len(z), logits.shape[1]), torch.nan)  # (L, V)
         row[begin:end] = logits / temperature
         return row
@@ -176,6 +205,7 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
     pairs = {}
     for seed, run_value, value in zip(estimator.seeds, score.seeds, values, strict=True):
         pairs[f"noise_seed {seed}"] = (run_value, value)
+
     origin = len(window.context)
     log_means = []  # of the probability of each block
     for block in blocks:

@@ -53,19 +53,24 @@ class Held:
 def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Held:
     """All comparisons of the windows of a run with each other's values."""
     held = Held()
-    windows = [each for each in checked if each.score is not None and each.window.target]
+    windows = []
+    for each in checked:
+        if each.score is not None and each.window.target:
+            windows.append(each)
+
     exact = dict(_over_all_orders(estimator, windows))
+    of_windows = counted(len(exact), "window")
     if isinstance(estimator, Lattice):
         held.hold("the order of the values over all orders", _lattice(estimator, windows))
     if isinstance(estimator, DuelEstimator) and exact:
-        held.hold(f"the best order of {counted(len(exact), 'window')}", _below_oracle(windows, exact))
+        held.hold(f"the best order of {of_windows}", _below_oracle(windows, exact))
     if isinstance(estimator, Elbo) and exact and _is_bound(estimator):
-        held.hold(f"the mean over all orders of {counted(len(exact), 'window')}", _elbo(estimator, windows, exact))
+        held.hold(f"the mean over all orders of {of_windows}", _elbo(estimator, windows, exact))
     if isinstance(estimator, TwoPhase) and _has_error(windows):
         held.hold("the exact value", _two_phase(estimator, windows))
 
-    distinct = list(dict.fromkeys(each.window for each in windows))[:DRAWN_WINDOWS]
-    statistics = draw_statistics(estimator, distinct)
+    distinct = list(dict.fromkeys(each.window for each in windows))
+    statistics = draw_statistics(estimator, distinct[:DRAWN_WINDOWS])
     if statistics:
         held.hold("draws", _unlikely(statistics))
     return held
@@ -141,14 +146,14 @@ def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float])
         deviations[each.window] = each.log_prob - mean
 
     error = math.hypot(*errors.values())
-    above = math.fsum(deviations.values())
+    deviation = math.fsum(deviations.values())
     noise = ERRORS * error + PER_WINDOW
     # Form "ratio" weights by 1 / t, so that a rare draw at a small t may lie far below.
-    too_low = above < -noise and elbo.arguments.elbo_form == "count"
-    if above > noise or too_low:
+    is_too_low = deviation < -noise and elbo.arguments.elbo_form == "count"
+    if deviation > noise or is_too_low:
         yield (
-            f"the ELBO of {counted(len(errors), 'window')} is {above:+.4f} nats from its exact value, which is "
-            f"{abs(above) / max(error, 1e-12):.1f} of its standard errors"
+            f"the ELBO of {counted(len(errors), 'window')} is {deviation:+.4f} nats from its exact value, which is "
+            f"{abs(deviation) / max(error, 1e-12):.1f} of its standard errors"
         )
 
 
@@ -164,12 +169,12 @@ def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterato
         errors.append(_blocks(each).error)
         tokens += each.tokens
 
-    above = math.fsum(deviations)
+    deviation = math.fsum(deviations)
     error = math.hypot(*errors)
-    if abs(above) > ERRORS * error + nats_tolerance(tokens):
+    if abs(deviation) > ERRORS * error + nats_tolerance(tokens):
         yield (
-            f"the two-phase estimate of {counted(len(once), 'window')} is {above:+.4f} nats from the exact value, "
-            f"which is {abs(above) / max(error, 1e-12):.1f} of its standard errors"
+            f"the two-phase estimate of {counted(len(once), 'window')} is {deviation:+.4f} nats from the exact value, "
+            f"which is {abs(deviation) / max(error, 1e-12):.1f} of its standard errors"
         )
 
 
@@ -241,7 +246,8 @@ def _drawn_blocks(estimator: TwoPhase, windows: Sequence[Window]) -> dict[str, S
     share = Statistic()
     for window in windows:
         [weights] = estimator.weights([window])
-        for weight in weights[: len(estimator.blocks(window))].tolist():
+        count = len(estimator.blocks(window))  # the others are padding
+        for weight in weights[:count].tolist():
             share.add((weight > 0) - sample, sample * (1 - sample))
     return {"share of drawn blocks": share}
 
@@ -267,7 +273,9 @@ def _elbo_draws(elbo: Elbo, windows: Sequence[Window]) -> dict[str, Statistic]:
                     eps = elbo.arguments.elbo_eps
                     u = (t - eps) / (1 - eps) - 0.5
                     variance = 1 / 12
-                    chance = t * (1 - NOISE_EPS) if elbo.arguments.elbo_form == "score_entropy" else t
+                    chance = t
+                    if elbo.arguments.elbo_form == "score_entropy":  # at SEDD's noise level of this time
+                        chance = t * (1 - NOISE_EPS)
                     at_time.add(n - m * chance, m * chance * (1 - chance))
                 share.add(u, variance)
                 spread.add(u**2 - variance, 1 / 180)  # the variance of u^2, u uniform on -1/2..1/2

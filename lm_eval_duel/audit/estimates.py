@@ -24,7 +24,14 @@ from lm_eval_duel.audit.checked import Recomputed, unequal
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.audit.replay import TIES, all_equal, moved, rule_of
 from lm_eval_duel.audit.runs_rule import along_any_order
-from lm_eval_duel.audit.samplers import Count, Select, best_drawn, drawn_positions, over_selections, scheduled
+from lm_eval_duel.audit.samplers import (
+    Select,
+    at_most,
+    best_drawn,
+    drawn_positions,
+    over_selections,
+    scheduled,
+)
 from lm_eval_duel.audit.wrapped_networks import one_row
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
@@ -63,7 +70,8 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
         return _sampled(network, _confidence(estimator, network))
     if isinstance(estimator, SampledOrder):
         arguments = estimator.arguments
-        return _sampled(network, drawn_positions(network.x, arguments.alg, arguments.steps, arguments.alg_temp))
+        select = drawn_positions(network.x, arguments.alg, arguments.steps, arguments.alg_temp)
+        return _sampled(network, select)
     return f"the reference has no estimator {estimator.name}"
 
 
@@ -73,7 +81,12 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
 def over_orders(network: OneRow, name: str) -> float:
     """`elbo_exact`, `mixture` or `oracle` of a window."""
     return reference.over_orders(
-        network.x, network.blocks, network, network.m, COMBINED[name], network.relative_positions
+        network.x,
+        network.blocks,
+        network,
+        network.m,
+        COMBINED[name],
+        network.relative_positions,
     )
 
 
@@ -96,7 +109,15 @@ def _lattice(estimator: Lattice, network: OneRow, score: Score) -> Recomputed:
 
 
 def _sampled(network: OneRow, select: Select) -> Recomputed:
-    log_prob = over_selections(network.x, network.blocks, network, network.m, select, network.relative_positions)
+    """The sum over all ways of a sampler whose steps are `select`."""
+    log_prob = over_selections(
+        network.x,
+        network.blocks,
+        network,
+        network.m,
+        select,
+        network.relative_positions,
+    )
     return Recomputed(log_prob)
 
 
@@ -104,9 +125,8 @@ def _confidence(estimator: SampledConfidence, network: OneRow) -> Select:
     """The steps of a sampler that keeps its most confident draws."""
     arguments = estimator.arguments
     scale = 1.0 if arguments.confidence == "tempered" else untempered(estimator.denoiser)
-    if arguments.steps is None:
-        count: Count = lambda size, left, t: min(arguments.n or 1, left)  # noqa: E731
-    else:
+    count = at_most(arguments.n or 1)
+    if arguments.steps is not None:
         count = scheduled(arguments.schedule, arguments.steps)
     return best_drawn(network.x, count, arguments.tau, arguments.strict, scale)
 
@@ -131,8 +151,10 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
     @torch.inference_mode()
     def logits_of(z: Tensor, t: float) -> Tensor:
         time = torch.tensor([t], dtype=torch.float64, device=denoiser.device)
-        features = denoiser.features(z[None].to(denoiser.device), None, **denoiser.noise_inputs(time))[0]  # (L, D)
-        return denoiser.head(features).double().masked_fill(denoiser.excluded, -math.inf)
+        noise_level = denoiser.noise_inputs(time)
+        [features] = denoiser.features(z[None].to(denoiser.device), None, **noise_level)  # (L, D)
+        logits = denoiser.head(features).double()  # (L, V)
+        return logits.masked_fill(denoiser.excluded, -math.inf)
 
     values = reference.noised_elbo(
         network.x,
@@ -159,7 +181,12 @@ def noise_of(elbo: NoisedElbo) -> Callable[[Tensor], reference.Noise]:
     return level
 
 
-def _monte_carlo(values: list[float], replicates: int, score: Score, noise: float) -> Recomputed:
+def _monte_carlo(
+    values: list[float],
+    replicates: int,
+    score: Score,
+    noise: float,
+) -> Recomputed:
     """The mean of draws, and the difference of their standard error, if there are enough for one."""
     if replicates == 1 or not math.isfinite(math.fsum(values)):
         return Recomputed(fmean(values))
@@ -171,7 +198,12 @@ def _monte_carlo(values: list[float], replicates: int, score: Score, noise: floa
 # ---------------------------------------------------------------- the two-phase estimate
 
 
-def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Score) -> Recomputed | str:
+def _two_phase(
+    estimator: TwoPhase,
+    network: OneRow,
+    window: Window,
+    score: Score,
+) -> Recomputed | str:
     """g and f of the blocks along the reference's own order, since an estimate records none.
 
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
@@ -183,7 +215,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
     noise = nats_tolerance(len(window.target))
     blocks = cast(TwoPhaseBlocks, score.blocks)
     drawn = [n for n, weight in enumerate(blocks.weights) if weight]
-    g = dict(enumerate(blocks.cached))  # by block
+    g = dict(enumerate(blocks.cached))  # of the run, by block
     f = dict(zip(drawn, blocks.uncached, strict=True))
 
     pairs: dict[str, tuple[float, float]] = {}
@@ -192,8 +224,9 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
         again: list[float] = []
         for n, run in values.items():
             F = Watched(make())
-            again.append(_of_block(rows, F, n))
-            pair = {f"{name} of block {n}": (run, again[-1])}
+            recomputed = _of_block(rows, F, n)
+            again.append(recomputed)
+            pair = {f"{name} of block {n}": (run, recomputed)}
             if F.tied and unequal(pair, noise):
                 tied = True
             else:
@@ -216,7 +249,15 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
     """log p of block n, with the blocks before it revealed and those after it masked."""
     x = reference.masked(network.x, network.blocks[n + 1 :], network.m)
-    return reference.log_likelihood(x, [network.blocks[n]], network, F, network.m, network.relative_positions).ll
+    path = reference.log_likelihood(
+        x,
+        [network.blocks[n]],
+        network,
+        F,
+        network.m,
+        network.relative_positions,
+    )
+    return path.ll
 
 
 class Watched:
@@ -231,7 +272,7 @@ class Watched:
         if all_equal(log_P, M):
             return picked
         for by in TIES:
-            pick = self.F(moved(log_P, M, picked, *by), M)
-            if {*pick} != {*picked}:
+            changed = moved(log_P, M, picked, *by)
+            if {*self.F(changed, M)} != {*picked}:
                 self.tied = True
         return picked

@@ -48,7 +48,14 @@ class FromText:
     alone: int = 0  # windows that the reference did not compute
     problems: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
+    def add(
+        self,
+        name: str,
+        doc: Mapping[str, Any],
+        text: str,
+        windows: Sequence[Window],
+        nats: float,
+    ) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
         ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
         if isinstance(text, TokenText):  # its task has made the row

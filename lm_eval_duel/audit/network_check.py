@@ -27,6 +27,7 @@ import torch
 
 from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.audit.networks import OneRow
+from lm_eval_duel.audit.weight_files import Files, Unknown, WithoutPrefix, first, read_config, weights_in
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.float_noise import nats_tolerance, random_rows
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
@@ -77,10 +78,11 @@ class Compared(NamedTuple):
         return not (self.difference <= self.tolerance and self.in_a_row <= self.row_tolerance)
 
     def __str__(self) -> str:
+        verdict = "DIFFERS from" if self.differs else "equals"
         return (
-            f"network {'DIFFERS from' if self.differs else 'equals'} {self.name} at {self.positions} masked positions "
-            f"of {self.rows} rows: largest difference of a log-probability {self.difference:.2g} nats (tolerance "
-            f"{self.tolerance:g}), and of the sum of a row {self.in_a_row:.2g} (tolerance {self.row_tolerance:g})"
+            f"network {verdict} {self.name} at {self.positions} masked positions of {self.rows} rows: largest "
+            f"difference of a log-probability {self.difference:.2g} nats (tolerance {self.tolerance:g}), and of the "
+            f"sum of a row {self.in_a_row:.2g} (tolerance {self.row_tolerance:g})"
         )
 
 
@@ -114,20 +116,22 @@ def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[l
         denoiser = denoiser.plain
     denoiser = copy.copy(denoiser)
     denoiser.filters = ()  # other programs for the network have no temperature and no top_k
-    found: list[Finding] = []
+    checks = {"own code": _own_code, "written out": _plain, "weights": _weights}
+    findings: list[Finding] = []
     reasons = []
-    for name, check in (("own code", _own_code), ("written out", _plain), ("weights", _weights)):
+    for name, check in checks.items():
         try:
             with torch.inference_mode():
-                found.append(check(options, denoiser, device))
-        except (NotRun, plain.Unknown) as error:
+                findings.append(check(options, denoiser, device))
+        except (NotRun, Unknown) as error:
             reasons.append(f"{name}: {error}")
-    return found, reasons
+    return findings, reasons
 
 
 def _own_code(options: Options, denoiser: Denoiser, device: str | None) -> Compared:
-    """Beside the checkpoint's own class."""
-    if type(getattr(denoiser, "model", None)).__module__.startswith("transformers_modules"):
+    """The comparison with the checkpoint's own class."""
+    model_class = type(getattr(denoiser, "model", None))
+    if model_class.__module__.startswith("transformers_modules"):
         raise NotRun("the run itself has the network of the checkpoint's own code")
     with theirs():
         model = load_own_class(options.pretrained or BUNDLED, device, options.network)
@@ -137,13 +141,14 @@ def _own_code(options: Options, denoiser: Denoiser, device: str | None) -> Compa
 
 
 def _plain(options: Options, denoiser: Denoiser, device: str | None) -> Compared:
-    """Beside the network written out, in float64, on the tensors of the files."""
+    """The comparison with the network written out, in float64, on the tensors of the files."""
     folder = _folder(options)
-    files = plain.Files(folder)
-    config = plain.read_config(folder)
+    files = Files(folder)
+    config = read_config(folder)
     if isinstance(denoiser, DiTDenoiser):
-        w = plain.WithoutPrefix(files, "backbone.")
-        heads = plain.first({**config, **config.get("model", {})}, "n_heads", "num_attention_heads")
+        w = WithoutPrefix(files, "backbone.")
+        entries = {**config, **config.get("model", {})}  # SEDD has its sizes in a section
+        heads = first(entries, "n_heads", "num_attention_heads")
 
         def forward(ids: Sequence[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
             return plain.dit(w, ids, heads, level, seen)
@@ -157,21 +162,22 @@ def _plain(options: Options, denoiser: Denoiser, device: str | None) -> Compared
 
         name = "the decoder written out in float64"
     else:
-        raise plain.Unknown(f"there is no other program for {type(denoiser).__name__} here")
+        raise Unknown(f"there is no other program for {type(denoiser).__name__} here")
 
     if denoiser.noise_training is not None:
         deviations = noised_rows(denoiser, forward)
     else:
         deviations = compared_rows(denoiser, lambda *row: PlainRow(forward, *row))
-    for key in plain.weights_in(files):
+    # A tensor that was never read may belong to a network that is not the one written out.
+    for key in weights_in(files):
         if key not in files.used:
-            raise plain.Unknown(f"the network written out reads no {key}, which the files hold")
+            raise Unknown(f"the network written out reads no {key}, which the files hold")
     return deviations.compared(name, denoiser)
 
 
 def _weights(options: Options, denoiser: Denoiser, device: str | None) -> Weights:
     """The numbers of the files among those of the network, by digests of whole tensors."""
-    files = plain.Files(_folder(options))
+    files = Files(_folder(options))
     module = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     if not isinstance(module, torch.nn.Module):
         raise NotRun("the network has no module")
@@ -181,7 +187,7 @@ def _weights(options: Options, denoiser: Denoiser, device: str | None) -> Weight
 
     count = 0
     count_held = 0
-    for key in plain.weights_in(files):
+    for key in weights_in(files):
         tensor = files[key]
         if not tensor.is_floating_point():
             continue
@@ -201,7 +207,8 @@ def _digests(tensor: torch.Tensor) -> Iterator[bytes]:
         for expert in tensor:
             parts += [expert, *expert.chunk(2)]
     for part in parts:
-        yield hashlib.sha256(part.detach().float().cpu().contiguous().numpy().tobytes()).digest()
+        numbers = part.detach().float().cpu().contiguous().numpy()
+        yield hashlib.sha256(numbers.tobytes()).digest()
 
 
 def _folder(options: Options) -> str:
@@ -209,8 +216,10 @@ def _folder(options: Options) -> str:
     for argument in CHANGED:
         if options.network.get(argument):
             raise NotRun(f"{argument} changes the network")
+    name = resolve(options.pretrained or BUNDLED)
+    revision = options.network.get("revision") or "main"
     with theirs():
-        return hub.local_folder(resolve(options.pretrained or BUNDLED), options.network.get("revision") or "main")
+        return hub.local_folder(name, revision)
 
 
 class NotRun(Exception):
@@ -234,15 +243,23 @@ class Deviations:
         self.largest = 0.0
         self.of_tokens: dict[int, list[float]] = {}  # of each row: the deviations of its own tokens
 
-    def add(self, row: int, ours: torch.Tensor, theirs: torch.Tensor, tokens: torch.Tensor) -> None:
+    def add(
+        self,
+        row: int,
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
         """Add the log-probabilities (C, V) at positions of a row that hold `tokens` (C,)."""
         ours = ours.double()
         theirs = theirs.double().to(ours.device)
         both_impossible = (ours == -math.inf) & (theirs == -math.inf)
         deviation = (ours - theirs).masked_fill(both_impossible, 0.0)  # (C, V)
-        deviation = deviation.nan_to_num(nan=math.inf)
+        deviation = deviation.nan_to_num(nan=math.inf)  # a NaN must not hide: the maximum would skip it
         self.largest = max(self.largest, float(deviation.abs().max()))
-        of_tokens = deviation.gather(1, tokens.to(ours.device)[:, None])[:, 0]  # (C,)
+
+        at = tokens.to(ours.device)[:, None]  # (C, 1)
+        of_tokens = deviation.gather(1, at)[:, 0]  # (C,)
         self.of_tokens.setdefault(row, []).extend(of_tokens.tolist())
 
     def compared(self, name: str, denoiser: Denoiser, is_half: bool = False) -> Compared:
@@ -275,35 +292,45 @@ def compared_rows(
     """The deviations at the masked positions of some rows with context, suffix and padding."""
     deviations = Deviations()
     windows = rows_of(denoiser)
-    together = [windows] if denoiser.honours_padding else [[window] for window in windows]
-    kept = ~denoiser.excluded  # (V,)
+    # Rows of different lengths share a call where the network may see padding.
+    calls = [windows] if denoiser.honours_padding else [[window] for window in windows]
     grid = denoiser.anchor if denoiser.attention == "block_causal" else "target"
     block = 1 if denoiser.attention == "causal" else denoiser.block
-    for part in together:
-        rows = Rows.from_windows(part, denoiser.device)
-        spans = []
-        for row, window in enumerate(part):
-            for span in blocks(len(window.context), len(window.target), block, grid):
-                spans.append((row, *span))
-        lanes = Lanes.fresh(rows, *torch.tensor(spans, device=denoiser.device).unbind(1))
-
-        # about half of the positions of each block are masked, and all of a block where none would be
-        half = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0)) < 0.5  # (R, W)
-        half = lanes.masked & half.to(denoiser.device)
-        masked = torch.where(half.any(1, keepdim=True), half, lanes.masked)
-        lanes = lanes.show(rows.targets(lanes), masked)
-        ours = denoiser.open(rows)(lanes).dense().split(masked.sum(1).tolist())  # (C, V) of each lane
+    for call in calls:
+        rows = Rows.from_windows(call, denoiser.device)
+        lanes = half_revealed(rows, call, block, grid)
+        predictions = denoiser.open(rows)(lanes)
+        counts = lanes.masked.sum(1).tolist()
+        ours = predictions.dense().split(counts)  # (C, V) of each lane
 
         for lane, values in enumerate(ours):
-            window = part[int(lanes.row[lane])]
+            window = call[int(lanes.row[lane])]
             other = open_row(denoiser, window, block, grid)
-            columns = lanes.columns[lane][masked[lane]]  # (C,)
+            columns = lanes.columns[lane][lanes.masked[lane]]  # (C,)
             end = int(lanes.start[lane] + lanes.width[lane])
-            logits = other(other.state(columns.tolist(), end))[columns]  # (C, V)
-            theirs = logits.masked_fill(~kept.to(logits.device), -math.inf).log_softmax(1)
+            state = other.state(columns.tolist(), end)
+            logits = other(state)[columns]  # (C, V)
+            excluded = denoiser.excluded.to(logits.device)
+            theirs = logits.masked_fill(excluded, -math.inf).log_softmax(1)
             tokens = torch.tensor(other.x)[columns.cpu()]  # (C,)
             deviations.add(windows.index(window), values, theirs, tokens)
     return deviations
+
+
+def half_revealed(rows: Rows, windows: Sequence[Window], block: int | None, grid: str) -> Lanes:
+    """Lanes of all blocks of the windows of `rows`, with about half of the positions of each block masked."""
+    device = rows.ids.device
+    spans = []
+    for row, window in enumerate(windows):
+        for span in blocks(len(window.context), len(window.target), block, grid):
+            spans.append((row, *span))
+    lanes = Lanes.fresh(rows, *torch.tensor(spans, device=device).unbind(1))
+
+    generator = torch.Generator().manual_seed(0)
+    coin = torch.rand(lanes.masked.shape, generator=generator) < 0.5  # (R, W)
+    half = lanes.masked & coin.to(device)
+    masked = torch.where(half.any(1, keepdim=True), half, lanes.masked)  # all of a block where none would be
+    return lanes.show(rows.targets(lanes), masked)
 
 
 def noised_rows(denoiser: Denoiser, forward: Forward) -> Deviations:
@@ -313,9 +340,11 @@ def noised_rows(denoiser: Denoiser, forward: Forward) -> Deviations:
     times = torch.tensor(TIMES, dtype=torch.float64, device=denoiser.device)  # (R,)
     features = denoiser.features(rows, None, **denoiser.noise_inputs(times))  # (R, L, D)
     ours = denoiser.head(features.flatten(0, 1)).unflatten(0, rows.shape).double()  # (R, L, V)
+    columns = ours.shape[2]
     for n, (row, t, logits) in enumerate(zip(rows, TIMES, ours, strict=True)):
-        theirs = forward(row.tolist(), None, noise_level(denoiser, t)).to(logits.device)
-        both = torch.stack([logits, theirs[:, : logits.shape[1]]])  # (2, L, V)
+        level = noise_level(denoiser, t)
+        theirs = forward(row.tolist(), None, level)[:, :columns].to(logits.device)  # (L, V)
+        both = torch.stack([logits, theirs])  # (2, L, V)
         both = both.masked_fill(denoiser.excluded, -math.inf).log_softmax(2)
         deviations.add(n, both[0], both[1], row)
     return deviations
@@ -329,8 +358,9 @@ def noise_level(denoiser: Denoiser, t: float) -> float:
         margin = float(denoiser.t_eps)  # type: ignore[attr-defined]  # an entry of config.json
         return min(max(t, margin), 1 - margin)
     if denoiser.family == "sedd":
-        schedule = getattr(denoiser, "sigma", "") == "schedule"
-        return -math.log(1 - (1 - 1e-3) * t) if schedule else -math.log(1 - min(max(t, 0.1), 0.9))
+        if getattr(denoiser, "sigma", "") == "schedule":
+            return -math.log(1 - (1 - 1e-3) * t)
+        return -math.log(1 - min(max(t, 0.1), 0.9))
     return 0.0
 
 
@@ -338,17 +368,28 @@ def rows_of(denoiser: Denoiser) -> list[Window]:
     """Rows of random tokens: a long one, a shorter one, and one with a suffix if such is seen."""
     length = min(LENGTH, denoiser.max_length)
     long, short, framed = random_rows(denoiser, length, rows=3).tolist()
-    quarter, half = max(1, length // 4), max(2, length // 2)
-    windows = [Window(long[:quarter], long[quarter:]), Window(short[:1], short[1:half])]
+    quarter = max(1, length // 4)
+    half = max(2, length // 2)
+    windows = [
+        Window(long[:quarter], long[quarter:]),
+        Window(short[:1], short[1:half]),
+    ]
     if denoiser.attention == "bidirectional" and length > 8:
-        windows.append(Window(framed[:quarter], framed[quarter:half], framed[half : half + quarter]))
+        suffix = framed[half : half + quarter]
+        windows.append(Window(framed[:quarter], framed[quarter:half], suffix))
     return windows
 
 
 class OtherProgram(OneRow, abc.ABC):
     """One window under another program for the network. Subclasses implement `forward`."""
 
-    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        window: Window,
+        block: int | None,
+        grid: str,
+    ):
         super().__init__(denoiser, window, block, grid)
         self.relative_positions = False
 
@@ -358,8 +399,10 @@ class OtherProgram(OneRow, abc.ABC):
 
     def state(self, masked: list[int], end: int) -> torch.Tensor:
         """The row (L,) with these columns masked, and all target positions from `end` on."""
-        hidden = {*masked, *range(end, self.end)}
-        return torch.tensor([self.m if column in hidden else token for column, token in enumerate(self.x)])
+        row = list(self.x)
+        for column in (*masked, *range(end, self.end)):
+            row[column] = self.m
+        return torch.tensor(row)
 
     def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
         """The logits (L, V) of the row."""
@@ -369,40 +412,60 @@ class OtherProgram(OneRow, abc.ABC):
     def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
         return features[:, : self.denoiser.vocab_size]
 
-    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
+    def seen(
+        self,
+        denoiser: Denoiser,
+        column: torch.Tensor,
+        begin: int,
+    ) -> torch.Tensor | None:
         """The columns that each column attends to, (L, L) bool; None if the program knows by itself."""
-        return self.attended(denoiser, column, begin) if denoiser.by_blocks else None
+        if not denoiser.by_blocks:
+            return None
+        return self.attended(denoiser, column, begin)
 
 
 class OwnRow(OtherProgram):
     """One window under the forward of another class of the network."""
 
-    def __init__(self, model: Any, *window: Any):
+    def __init__(
+        self,
+        model: Any,
+        *window: Any,
+    ):
         super().__init__(*window)
         self.model = model
 
     def forward(self, shown: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        more: dict[str, Any] = {}
+        arguments: dict[str, Any] = {"input_ids": shown[None]}
         takes = inspect.signature(getattr(self.model, "forward", self.model)).parameters
         if "timesteps" in takes:  # the DiT of MDLM and BD3-LM, which ignores the values
-            more["timesteps"] = torch.zeros(1, device=shown.device)
+            arguments["timesteps"] = torch.zeros(1, device=shown.device)
             if "sample_mode" in takes and seen is not None:  # block-causal; it makes its own mask
-                more["sample_mode"] = True
+                arguments["sample_mode"] = True
         elif seen is not None:
             dtype = next(self.model.parameters()).dtype
-            none = torch.zeros(seen.shape, dtype=dtype, device=shown.device)
-            more["attention_mask"] = none.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
-            more["position_ids"] = torch.arange(len(shown), device=shown.device)[None]
-        with theirs():
-            out = self.model(input_ids=shown[None], **more)
-        logits: torch.Tensor = (
-            out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
-        )
-        return logits[0]
+            mask = torch.zeros(seen.shape, dtype=dtype, device=shown.device)  # (L, L)
+            mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
+            arguments["attention_mask"] = mask[None, None]
+            arguments["position_ids"] = torch.arange(len(shown), device=shown.device)[None]
 
-    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
-        native = type(self.model).__module__.startswith("transformers.")
-        if denoiser.attention == "bidirectional" and native and type(self.model).__name__.endswith(DECODERS):
+        with theirs():
+            out = self.model(**arguments)
+        if not isinstance(out, torch.Tensor | tuple):
+            out = out.logits
+        [logits] = out[0] if isinstance(out, tuple) else out
+        return logits
+
+    def seen(
+        self,
+        denoiser: Denoiser,
+        column: torch.Tensor,
+        begin: int,
+    ) -> torch.Tensor | None:
+        model_class = type(self.model)
+        native = model_class.__module__.startswith("transformers.")
+        is_causal = native and model_class.__name__.endswith(DECODERS)  # unless a mask says otherwise
+        if denoiser.attention == "bidirectional" and is_causal:
             return torch.ones(len(column), len(column), dtype=torch.bool, device=column.device)
         return super().seen(denoiser, column, begin)
 
@@ -410,7 +473,11 @@ class OwnRow(OtherProgram):
 class PlainRow(OtherProgram):
     """One window under a network written out in float64: `written(ids, seen, noise level)`, on the CPU."""
 
-    def __init__(self, written: Forward, *window: Any):
+    def __init__(
+        self,
+        written: Forward,
+        *window: Any,
+    ):
         super().__init__(*window)
         self.written = written
 
@@ -418,9 +485,11 @@ class PlainRow(OtherProgram):
         counted = len(shown)
         if self.denoiser.bos == "official":  # context and suffix do not count
             counted -= self.origin + self.suffix
-        share = int((shown == self.m).sum()) / counted
+        masked = int((shown == self.m).sum())
+        level = noise_level(self.denoiser, masked / counted)
         ids = shown.tolist()
-        if seen is None and self.denoiser.attention == "causal":
+        if seen is not None:
+            seen = seen.cpu()
+        elif self.denoiser.attention == "causal":
             seen = plain.block_causal(len(ids), 1)
-        logits = self.written(ids, None if seen is None else seen.cpu(), noise_level(self.denoiser, share))
-        return logits.to(shown.device)
+        return self.written(ids, seen, level).to(shown.device)

@@ -33,7 +33,13 @@ class OneRow:
     the logits of a row of masks differ between positions, in their standard deviations; None if there was no such row.
     """
 
-    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        window: Window,
+        block: int | None,
+        grid: str,
+    ):
         self.denoiser = denoiser
         self.block = block
         self.relative_positions = denoiser.relative_positions
@@ -69,11 +75,14 @@ class OneRow:
     @torch.inference_mode()
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         """Logits (L, V) at the positions of the block in progress; others may be NaN, or not there."""
+        excluded = self.denoiser.excluded
         logits = self.logits(self.denoiser, z.to(self.denoiser.device))
         if (z == self.m).all() and len(self.blocks[0]) > 1:
-            block = logits[list(self.blocks[0])][:, ~self.denoiser.excluded].nan_to_num(neginf=0.0)  # (W, V)
-            self.unlike = float((block - block[0]).abs().max() / block.std().clamp(min=1e-12))
-        return logits.masked_fill(self.denoiser.excluded, -math.inf)
+            block = logits[list(self.blocks[0])][:, ~excluded]  # (W, V)
+            block = block.nan_to_num(neginf=0.0)
+            largest = (block - block[0]).abs().max()
+            self.unlike = float(largest / block.std().clamp(min=1e-12))
+        return logits.masked_fill(excluded, -math.inf)
 
     def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
         """Logits (L, V) of a row in float64."""
@@ -81,12 +90,14 @@ class OneRow:
             return self._causal
         masked = (z[self.origin : self.end] == self.m).nonzero()
         begin, _ = self.span(self.origin + int(masked[0]))
-        features = self.features(denoiser, self.shown(denoiser, z, begin), begin)  # (L, D)
+        shown = self.shown(denoiser, z, begin)
+        features = self.features(denoiser, shown, begin)  # (L, D)
 
         # A network with shifted logits predicts a position one before it. Causal networks are not shown the last
         # token of the text, so they have a feature less than the text has tokens.
         causal = denoiser.attention == "causal"
-        predicted_at = torch.arange(len(features) + denoiser.shift * causal) - denoiser.shift  # (L,)
+        length = len(features) + denoiser.shift * causal
+        predicted_at = torch.arange(length) - denoiser.shift  # (L,)
         if denoiser.seeds_blocks:  # the clean stream predicts the first token of a block
             predicted_at[begin] = begin - 1
         self.inputs = features[predicted_at.clamp(min=0).to(features.device)]
@@ -102,24 +113,28 @@ class OneRow:
         if not denoiser.by_blocks:
             return z
         stop = begin + (denoiser.block or 1)
-        filled = max(0, stop - len(z)) if denoiser.last_block == "fill" else 0
-        return torch.nn.functional.pad(z[:stop], (0, filled), value=self.m)
+        shown = z[:stop]
+        if denoiser.last_block == "cut":
+            return shown
+        return torch.nn.functional.pad(shown, (0, stop - len(shown)), value=self.m)
 
     def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
         """The input of the LM head (L, D) of the row."""
         if not denoiser.by_blocks:
-            return denoiser.features(shown[None], None)[0]
+            [features] = denoiser.features(shown[None], None)
+            return features
         column = torch.arange(len(shown), device=shown.device)  # (L,)
         seen = self.attended(denoiser, column, begin)
-        features, _ = denoiser.stream(shown[None], column[None], seen[None], None)
-        return features[0]
+        [features], _ = denoiser.stream(shown[None], column[None], seen[None], None)
+        return features
 
     def attended(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor:
         """The columns that each of `column` (L,) attends to in a network that works by blocks, (L, L) bool."""
         if denoiser.attention == "causal_prefix":
             return (column[:, None] >= column) | (column[:, None] >= begin)
         zero = self.origin if denoiser.anchor == "target" else 0
-        number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,) what is before `zero` is one block
+        number = (column - zero) // (denoiser.block or 1)  # (L,)
+        number = number.clamp(min=-1)  # what is before `zero` is one block
         return number[:, None] >= number
 
     def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:

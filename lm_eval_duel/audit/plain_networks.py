@@ -18,17 +18,14 @@ Shapes: L row length, D features, H heads, h features of a head, E experts, V to
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-Tensors: TypeAlias = Mapping[str, Tensor]
+from lm_eval_duel.audit.weight_files import Tensors, Unknown, first
 
 _LAYER = "model.layers.{n}."
 NATIVE = {
@@ -113,112 +110,173 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
     """Logits (L, V) of ids. Position i attends to position j where `seen[i, j]`; to all of them if `seen` is None."""
     if seen is None:
         seen = torch.ones(len(ids), len(ids), dtype=torch.bool)
+    return DecoderForward(net, w, seen).logits(ids)
 
-    def maybe(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor | None:
-        key = net.keys.get(name, "").format(n=n, e=e) + end  # a layout without this name: no tensor has the key
-        return w[key].double() if key in w else None
 
-    def tensor(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor:
-        value = maybe(name, n, e, end)
+class DecoderForward:
+    """A forward pass of a decoder with tensors `w`; `seen` (L, L): the positions that each position attends to.
+
+    Of the arguments below, `n` is the number of a layer and `e` that of an expert.
+    """
+
+    def __init__(self, net: Net, w: Tensors, seen: Tensor):
+        self.net = net
+        self.w = w
+        self.seen = seen
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits (L, V) of ids."""
+        table = self.tensor("table")
+        x = table[list(ids)]  # (L, D)
+        for n in range(self.net.layers):
+            x = x + self.mix(self.norm(x, self.tensor("before mix", n)), n)
+            x = x + self.feed(self.norm(x, self.tensor("before feed", n)), n)
+        head = self.maybe("head")
+        if head is None:  # tied
+            head = table
+        out = self.norm(x, self.tensor("last")) @ head.T
+        return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # SMDM's head has no row for [MASK]
+
+    # ------------------------------------------------------------ tensors by name, and products with them
+
+    def maybe(
+        self,
+        name: str,
+        n: int | None = None,
+        e: int | None = None,
+        end: str = ".weight",
+    ) -> Tensor | None:
+        """A tensor in float64; None if the checkpoint has none of this name."""
+        key = self.net.keys.get(name, "").format(n=n, e=e) + end  # a layout without this name: no tensor has the key
+        return self.w[key].double() if key in self.w else None
+
+    def tensor(
+        self,
+        name: str,
+        n: int | None = None,
+        e: int | None = None,
+        end: str = ".weight",
+    ) -> Tensor:
+        """A tensor in float64."""
+        value = self.maybe(name, n, e, end)
         if value is None:
-            raise KeyError(f"the checkpoint has no tensor {net.keys.get(name, name).format(n=n, e=e)}{end}")
+            key = self.net.keys.get(name, name).format(n=n, e=e)
+            raise KeyError(f"the checkpoint has no tensor {key}{end}")
         return value
 
-    def linear(x: Tensor, name: str, n: int | None = None, e: int | None = None) -> Tensor:
-        y = x @ tensor(name, n, e).T
-        bias = maybe(name, n, e, ".bias")
+    def linear(self, x: Tensor, name: str, n: int | None = None, e: int | None = None) -> Tensor:
+        """The product with a weight, and its bias if there is one."""
+        y = x @ self.tensor(name, n, e).T
+        bias = self.maybe(name, n, e, ".bias")
         return y if bias is None else y + bias
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + net.eps).sqrt() * weight
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The RMS norm of the last dimension."""
+        mean_square = x.square().mean(-1, keepdim=True)
+        return x / (mean_square + self.net.eps).sqrt() * weight
 
-    def swiglu(x: Tensor, kind: str, n: int, e: int | None = None) -> Tensor:
-        gate = linear(x, f"{kind}gate", n, e)
-        up = linear(x, f"{kind}up", n, e)
-        return linear(gate * gate.sigmoid() * up, f"{kind}down", n, e)
+    # ------------------------------------------------------------ attention
 
-    def rotate(x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Rotary positions: pairs (i, i + half) of a head's first features (L, H, h), rotated by the position."""
+        net = self.net
         size = int(net.head * net.rotary_share)
         half = size // 2
         frequency = torch.tensor([_frequency(net, i, size) for i in range(half)], dtype=torch.float64)
-        angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * frequency  # (L, 1, half)
+        position = torch.arange(len(x), dtype=torch.float64)
+        angle = position[:, None, None] * frequency  # (L, 1, half)
+        cos = angle.cos()
+        sin = angle.sin()
         a, b, rest = x.split([half, half, net.head - size], -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    def project(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and as many keys and values, (L, H, h) each."""
+        net = self.net
         shared_by = net.heads // net.kv_heads  # heads of queries that share a head of keys
         if net.grouped:
-            qkv = linear(x, "qkv", n).unflatten(1, (net.kv_heads, shared_by + 2, net.head))
+            qkv = self.linear(x, "qkv", n).unflatten(1, (net.kv_heads, shared_by + 2, net.head))
             parts = qkv.split([shared_by, 1, 1], 2)
         elif "qkv" in net.keys:
-            qkv = linear(x, "qkv", n).unflatten(1, (-1, net.head))
+            qkv = self.linear(x, "qkv", n).unflatten(1, (-1, net.head))
             parts = qkv.split([net.heads, net.kv_heads, net.kv_heads], 1)
         else:
-            parts = tuple(linear(x, name, n) for name in "qkv")
+            parts = tuple(self.linear(x, name, n) for name in "qkv")
         q, k, v = (part.reshape(len(x), -1, net.head) for part in parts)
-        weight = maybe("q norm", n)
+
+        weight = self.maybe("q norm", n)
         if weight is not None:
-            q = norm(q, weight)
-            k = norm(k, tensor("k norm", n))
-        return rotate(q), rotate(k).repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
+            q = self.norm(q, weight)
+            k = self.norm(k, self.tensor("k norm", n))
+        q = self.rotate(q)
+        k = self.rotate(k)
+        return q, k.repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
 
-    def mix(x: Tensor, n: int) -> Tensor:
-        q, k, v = project(x, n)
-        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(net.head)  # (H, L, L)
-        attention = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    def mix(self, x: Tensor, n: int) -> Tensor:
+        """Attention over the positions that are seen."""
+        q, k, v = self.project(x, n)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(self.net.head)  # (H, L, L)
+        attention = scores.masked_fill(~self.seen, -math.inf).softmax(-1)
         mixed = torch.einsum("hij,jhd->ihd", attention, v)  # (L, H, h)
-        return linear(mixed.flatten(1), "out", n)
+        return self.linear(mixed.flatten(1), "out", n)
 
-    def route(x: Tensor, n: int) -> Tensor:
+    # ------------------------------------------------------------ feed-forward layers
+
+    def feed(self, x: Tensor, n: int) -> Tensor:
+        """SwiGLU, or a mixture of them."""
+        if not self.net.experts or n < self.net.dense:
+            return self.swiglu(x, "", n)
+        shares = self.net.scale * self.route(x, n)  # (L, E)
+        total = torch.zeros_like(x)
+        for e in range(self.net.experts):
+            total = total + shares[:, e, None] * self.swiglu(x, "expert ", n, e)
+        has_shared = self.maybe("shared gate", n) is not None
+        return total + self.swiglu(x, "shared ", n) if has_shared else total
+
+    def swiglu(self, x: Tensor, kind: str, n: int, e: int | None = None) -> Tensor:
+        """One SwiGLU: `kind` is "", "expert " or "shared "."""
+        gate = self.linear(x, f"{kind}gate", n, e)
+        up = self.linear(x, f"{kind}up", n, e)
+        return self.linear(gate * gate.sigmoid() * up, f"{kind}down", n, e)
+
+    def route(self, x: Tensor, n: int) -> Tensor:
         """The weight of each expert for each position (L, E), 0 for those that are not chosen."""
-        score = linear(x, "router", n)
+        net = self.net
+        score = self.linear(x, "router", n)
         if net.capacity:
             score = score.sigmoid()
-            chosen = by_block(score + tensor("router bias", n, end=""))
+            chosen = self.by_block(score + self.tensor("router bias", n, end=""))
         elif net.groups:
             score = score.sigmoid()
-            biased = (score + tensor("router bias", n, end="")).unflatten(1, (net.groups, -1))
-            of_groups = biased.topk(2).values.sum(-1)  # DeepSeek-V3: a group is as good as its two best experts
-            best = of_groups.topk(net.groups_kept).indices
-            allowed = torch.zeros(biased.shape[:2], dtype=torch.bool).scatter(1, best, True)
-            chosen = biased.masked_fill(~allowed[..., None], -math.inf).flatten(1).topk(net.chosen).indices
+            chosen = self.by_group(score + self.tensor("router bias", n, end=""))
         else:
             score = score.softmax(-1)
             chosen = score.topk(net.chosen).indices
         share = torch.zeros_like(score).scatter(1, chosen, score.gather(1, chosen))
         return share / share.sum(1, keepdim=True) if net.normalised else share
 
-    def by_block(biased: Tensor) -> Tensor:
+    def by_group(self, biased: Tensor) -> Tensor:
+        """The experts of each position (L, chosen), from its best groups (DeepSeek-V3)."""
+        net = self.net
+        grouped = biased.unflatten(1, (net.groups, -1))  # (L, groups, experts of one)
+        of_groups = grouped.topk(2).values.sum(-1)  # a group is as good as its two best experts
+        best = of_groups.topk(net.groups_kept).indices
+        allowed = torch.zeros(of_groups.shape, dtype=torch.bool).scatter(1, best, True)
+        among_allowed = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(1)
+        return among_allowed.topk(net.chosen).indices
+
+    def by_block(self, biased: Tensor) -> Tensor:
         """The experts of each position (L, chosen): a block allows the best by their maximum, ties from the lowest."""
+        net = self.net
         chosen = []
         for begin in range(0, len(biased), net.routing_block):
             block = biased[begin : begin + net.routing_block].tolist()
             peak = [max(position[e] for position in block) for e in range(net.experts)]
             allowed = sorted(range(net.experts), key=lambda e: (-peak[e], e))[: net.capacity]
             for position in block:
-                chosen.append(sorted(allowed, key=lambda e: (-position[e], e))[: net.chosen])
+                best_first = sorted(allowed, key=lambda e: (-position[e], e))
+                chosen.append(best_first[: net.chosen])
         return torch.tensor(chosen)
-
-    def feed(x: Tensor, n: int) -> Tensor:
-        if not net.experts or n < net.dense:
-            return swiglu(x, "", n)
-        shares = net.scale * route(x, n)
-        total = torch.zeros_like(x)
-        for e in range(net.experts):
-            total = total + shares[:, e, None] * swiglu(x, "expert ", n, e)
-        has_shared = maybe("shared gate", n) is not None
-        return total + swiglu(x, "shared ", n) if has_shared else total
-
-    table = tensor("table")
-    x = table[list(ids)]  # (L, D)
-    for n in range(net.layers):
-        x = x + mix(norm(x, tensor("before mix", n)), n)
-        x = x + feed(norm(x, tensor("before feed", n)), n)
-    head = table if maybe("head") is None else tensor("head")
-    out = norm(x, tensor("last")) @ head.T
-    return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # SMDM's head has no row for [MASK]
 
 
 def _frequency(net: Net, i: int, size: int) -> float:
@@ -235,7 +293,8 @@ def _frequency(net: Net, i: int, size: int) -> float:
     length = scaling["original_max_position_embeddings"]
     if scaling["rope_type"] == "yarn":
 
-        def pair(periods: float) -> float:  # the index of the pair with this many periods over the length
+        def pair(periods: float) -> float:
+            """The index of the pair with this many periods over the length."""
             return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(net.theta))
 
         low = pair(first(scaling, "beta_fast", default=32))
@@ -249,6 +308,7 @@ def _frequency(net: Net, i: int, size: int) -> float:
             high += 0.001  # as in transformers: no pair is between them
         slowed = min(max((i - low) / (high - low), 0.0), 1.0)
         return float(frequency * (1 - slowed) + frequency / scaling["factor"] * slowed)
+
     periods = length * frequency / (2 * math.pi)
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
@@ -261,7 +321,8 @@ def block_causal(length: int, block: int, origin: int = 0) -> Tensor:
 
     Blocks count from `origin`; the positions before it are one block.
     """
-    number = (torch.arange(length) - origin).div(block, rounding_mode="floor").clamp(min=-1)
+    position = torch.arange(length) - origin
+    number = position.div(block, rounding_mode="floor").clamp(min=-1)
     return number[:, None] >= number
 
 
@@ -273,7 +334,13 @@ def causal_prefix(length: int, begin: int) -> Tensor:
 # ---------------------------------------------------------------- DiT
 
 
-def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Tensor | None = None) -> Tensor:
+def dit(
+    w: Tensors,
+    ids: Sequence[int],
+    heads: int,
+    sigma: float = 0.0,
+    seen: Tensor | None = None,
+) -> Tensor:
     """Logits (L, V) of a DiT (MDLM, BD3-LM, SEDD, GIDD, Duo) at noise level `sigma`.
 
     `seen` (L, L): which keys (columns) a query (row) attends to; all of them if None. Tensors have the authors' names
@@ -289,7 +356,8 @@ def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Te
 
     def norm(x: Tensor, name: str) -> Tensor:
         x = x - x.mean(1, keepdim=True)
-        return x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * tensor(f"{name}.weight")
+        variance = (x**2).mean(1, keepdim=True)
+        return x / (variance + 1e-5).sqrt() * tensor(f"{name}.weight")
 
     def gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -319,107 +387,33 @@ def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Te
         seen = torch.ones(length, length, dtype=torch.bool)
     positions = torch.arange(length, dtype=torch.float64)
     frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    rotation = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+    angle = positions[:, None] * frequency  # (L, half)
+    rotation = torch.exp(1j * angle)[:, None]  # (L, 1, half)
 
     x = table[torch.tensor(ids)]  # (L, D)
     for n in range(sum(key.endswith("attn_qkv.weight") for key in w)):
         p = f"blocks.{n}"
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
-        qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
-        q, k, v = qkv.reshape(length, 3, heads, 2 * half).unbind(1)  # (L, H, h)
-        q, k = (torch.complex(y[..., :half], y[..., half:]) * rotation for y in (q, k))
-        scores = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
+        y = norm(x, f"{p}.norm1") * (1 + scale) + shift
+        qkv = linear(y, f"{p}.attn_qkv").reshape(length, 3, heads, 2 * half)
+        q, k, v = qkv.unbind(1)  # (L, H, h) each
+        q = torch.complex(q[..., :half], q[..., half:]) * rotation
+        k = torch.complex(k[..., :half], k[..., half:]) * rotation
+        products = torch.einsum("ihc,jhc->hij", q, k.conj()).real
+        scores = products / math.sqrt(2 * half)  # (H, L, L)
         attention = scores.masked_fill(~seen, -math.inf).softmax(2)
         mixed = torch.einsum("hij,jhc->ihc", attention, v).reshape(length, width)  # (L, D)
         x = x + gate * linear(mixed, f"{p}.attn_out")
+
         y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
-        x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
+        y = linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
+        x = x + gate_mlp * y
     shift, scale = modulation("output_layer", 2)
-    return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
+    y = norm(x, "output_layer.norm_final") * (1 + scale) + shift
+    return linear(y, "output_layer.linear")
 
 
-# ---------------------------------------------------------------- from a checkpoint's folder
-
-
-class Unknown(Exception):
-    """Raised for a checkpoint whose network is not written out here; the text says why."""
-
-
-class Files(Mapping[str, Tensor]):
-    """The tensors in the weight files of a folder. Each is read when it is asked for: all at once may not fit.
-
-    `used`: the names that were asked for.
-    """
-
-    def __init__(self, folder: str):
-        self.files: dict[str, Any] = {}  # the open file of each tensor: opening reads the names and places of all
-        self.pickled: dict[str, Tensor] = {}
-        paths = []
-        for name in sorted(os.listdir(folder)):
-            if not name.startswith("adapter_"):
-                paths.append(os.path.join(folder, name))
-
-        for path in paths:
-            if path.endswith(".safetensors"):
-                file = safe_open(path, "pt")
-                self.files |= dict.fromkeys(file.keys(), file)
-        for path in paths:
-            if path.endswith(".bin") and not self.files:
-                self.pickled |= torch.load(path, "cpu", weights_only=True, mmap=True)
-        if not self.files and not self.pickled:
-            raise Unknown("its weights are neither in safetensors nor in .bin files")
-        self.used: set[str] = set()
-
-    def __getitem__(self, key: str) -> Tensor:
-        self.used.add(key)
-        if key in self.pickled:
-            return self.pickled[key]
-        tensor: Tensor = self.files[key].get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.files
-        yield from self.pickled
-
-    def __len__(self) -> int:
-        return len(self.files) + len(self.pickled)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.files or key in self.pickled
-
-
-class WithoutPrefix(Mapping[str, Tensor]):
-    """Tensors by their names without a prefix."""
-
-    def __init__(self, tensors: Tensors, prefix: str):
-        self.tensors = tensors
-        self.names = {key.removeprefix(prefix): key for key in tensors}
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.tensors[self.names[key]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.names
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """config.json of a folder."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        return dict(json.load(file))
-
-
-def first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The first of these entries that a config has and that is not null."""
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    return default
+# ---------------------------------------------------------------- from a config.json
 
 
 def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) -> Net:
@@ -433,6 +427,9 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
     else:
         raise Unknown("its tensors have other names than those of the decoders written out here")
     architectures = " ".join(config.get("architectures") or ())
+    if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
+        raise Unknown("its layers are of several kinds")
+
     rotary = config.get("rope_parameters") or config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaled_as = first(scaling, "rope_type", "type", default="default")  # `type`: the older spelling
@@ -440,11 +437,10 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
         raise Unknown(f"its rotary positions are scaled as in {scaled_as}")
     if scaled_as == "yarn" and _scales_attention(scaling):
         raise Unknown("its YaRN scales the scores of attention, too")
-    if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
-        raise Unknown("its layers are of several kinds")
     share = first(rotary, "partial_rotary_factor")
     if share is None:  # some configs with `rope_parameters` have it outside
         share = first(config, "partial_rotary_factor", default=1.0)
+
     heads = first(config, "num_attention_heads", "n_heads", "n_head")
     width = w[f"{keys['table']}.weight"].shape[1]
     return Net(
@@ -480,9 +476,3 @@ def _scales_attention(yarn: Mapping[str, Any]) -> bool:
 
 
 LAYOUTS = (NATIVE, LLADA, LLADA2, SMDM, NEMOTRON)
-RECOMPUTED = ("rotary_emb", "inv_freq", "sampling_eps", "noise.")  # in names of tensors that no forward pass reads
-
-
-def weights_in(files: Files) -> list[str]:
-    """The names of the tensors that a forward pass reads."""
-    return [key for key in files if not any(part in key for part in RECOMPUTED)]

@@ -45,15 +45,18 @@ def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
         again = estimates.value(estimator, network, window, score)
     if isinstance(again, str):  # the reason that the reference has no value
         return _alone(estimator, window, again)
-    return dataclasses.replace(again, problems=(*again.problems, *_wrong_tie(network)))
+    problems = (*again.problems, *_wrong_tie(network))
+    return dataclasses.replace(again, problems=problems)
 
 
 def _network(estimator: Estimator, window: Window) -> OneRow | None:
     """The network of the window as the reference calls it; None if what it is shown is not known."""
     denoiser = estimator.denoiser
+    block = estimator.block
+    grid = estimator.grid
     if denoiser.noise_training is not None and isinstance(estimator, DuelEstimator):
-        return given_noise(denoiser, window, estimator.block, estimator.grid, estimator.noise_seed)
-    return one_row(denoiser, window, estimator.block, estimator.grid)
+        return given_noise(denoiser, window, block, grid, estimator.noise_seed)
+    return one_row(denoiser, window, block, grid)
 
 
 def _alone(estimator: Estimator, window: Window, why: str) -> Recomputed:

@@ -57,10 +57,14 @@ def _as_printed(rule: rules.Klass) -> bool:
 
 
 def along_the_order(
-    network: OneRow, make: Callable[[], reference.Rule], score: Score, may_pick_none: bool = False
+    network: OneRow,
+    make: Callable[[], reference.Rule],
+    score: Score,
+    may_pick_none: bool = False,
 ) -> Recomputed:
-    """The run's order through the reference: every value along it, and the pick at every state of the rule that `make`
-    makes. `may_pick_none`: at some steps the rule reveals nothing.
+    """The run's order through the reference: every value along it, and the rule's pick at every state.
+
+    `make`: makes the rule. `may_pick_none`: at some steps it reveals nothing.
     """
     target = range(network.origin, network.end)
     steps = dict(zip(target, score.reveal_steps, strict=True))
@@ -165,10 +169,21 @@ def all_equal(log_P: torch.Tensor, M: list[int]) -> bool:
 
 def in_a_tie(F: reference.Rule, log_P: torch.Tensor, M: list[int], picked: list[int]) -> bool:
     """True if some change of the logits within a tie makes F pick `picked`."""
-    return any({*F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
+    for by in TIES:
+        changed = moved(log_P, M, picked, *by)
+        if {*F(changed, M)} == {*picked}:
+            return True
+    return False
 
 
-def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, others_by: float, top: bool) -> torch.Tensor:
+def moved(
+    log_P: torch.Tensor,
+    M: list[int],
+    picked: list[int],
+    by: float,
+    others_by: float,
+    top: bool,
+) -> torch.Tensor:
     """log_P with the logits of the picked positions of M moved by at most `by`, and of the other ones by `others_by`.
 
     `top`: the top logit alone; else those above the mean of log_P up and those below it down, which changes entropies
@@ -180,7 +195,8 @@ def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, other
     if top:
         rows = rows.scatter_add(1, rows.argmax(1, keepdim=True), moves)
     else:
-        rows = rows + moves * (rows + reference.entropy_nats(rows)[:, None]).sign()
+        mean = -reference.entropy_nats(rows)[:, None]  # (M, 1) of log_P under P
+        rows = rows + moves * (rows - mean).sign()
     changed = log_P.clone()
     changed[at] = rows.log_softmax(1)
     return changed

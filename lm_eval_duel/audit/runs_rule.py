@@ -44,15 +44,21 @@ class OneLane(Predictions):
     """The distributions of one lane, as the run's rules read them; `inputs` (C, D): of the LM head."""
 
     def __init__(self, masked: torch.Tensor, log_P: torch.Tensor, inputs: torch.Tensor | None):
-        every = torch.arange(len(log_P), device=log_P.device)  # (C,)
-        none = torch.zeros(log_P.shape[1], dtype=torch.bool, device=log_P.device)  # (V,) excluded columns
-        all_mask = torch.zeros(1, dtype=torch.bool, device=log_P.device)  # the reference has made its exact tie
-        super().__init__(masked, all_mask, log_P, every, lambda logits: logits, none)
+        positions, columns = log_P.shape
+        device = log_P.device
+        all_mask = torch.zeros(1, dtype=torch.bool, device=device)  # the reference has made its exact tie
+        row = torch.arange(positions, device=device)  # (C,) each has features of its own
+        excluded = torch.zeros(columns, dtype=torch.bool, device=device)  # (V,) they are at -inf already
+        super().__init__(masked, all_mask, log_P, row, _unchanged, excluded)
         self.inputs = inputs
 
     def _one_input(self) -> torch.Tensor:
         assert self.inputs is not None  # under guidance there are two, and no run has a rule that reads them
         return self.inputs
+
+
+def _unchanged(logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 class RunsRule(StepRule):
@@ -72,11 +78,12 @@ class RunsRule(StepRule):
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         network = self.network
         begin, end = (network.origin, network.end) if self.chain else network.span(M[0])
-        if self.lane is None or int(self.lane.start) != begin:
+        if self.lane is None or int(self.lane.start) != begin:  # a block begins
             self.lane = self._fresh(begin, end, log_P.device)
         masked = torch.zeros_like(self.lane.masked)  # (1, W)
         masked[0, [ell - begin for ell in M]] = True
-        tokens = torch.tensor([network.x[begin:end]], device=log_P.device).masked_fill(masked, -1)  # (1, W)
+        tokens = torch.tensor([network.x[begin:end]], device=log_P.device)  # (1, W)
+        tokens = tokens.masked_fill(masked, -1)
         self.lane = dataclasses.replace(self.lane, masked=masked, tokens=tokens)
 
         inputs = None if network.inputs is None else network.inputs[M]  # (C, D)
@@ -85,12 +92,15 @@ class RunsRule(StepRule):
         decision = self.rule(OneLane(masked, log_P[M], inputs), self.lane)
         if isinstance(decision, torch.Tensor):
             decision = rules.Decision(decision)
-        self.decided = self.decided or decision
-        return [begin + int(position) for position in decision.pick[0].nonzero()]
+        if self.decided is None:
+            self.decided = decision
+        picked = decision.pick[0].nonzero()  # (picks, 1)
+        return [begin + int(position) for position in picked]
 
     def advance(self) -> None:
         if self.lane is not None and self.decided is not None:
-            self.lane = dataclasses.replace(self.lane, step=self.lane.step + 1, memory=self.decided.memory)
+            step = self.lane.step + 1
+            self.lane = dataclasses.replace(self.lane, step=step, memory=self.decided.memory)
         self.decided = None
 
     def _fresh(self, begin: int, end: int, device: torch.device) -> Lanes:

@@ -27,7 +27,12 @@ Select: TypeAlias = Callable[[Tensor, list[int], int, int], Chosen]  # of log_P,
 
 
 def over_selections(
-    x: Ids, blocks: Blocks, logits_of: Network, m: int, select: Select, relative_positions: bool = False
+    x: Ids,
+    blocks: Blocks,
+    logits_of: Network,
+    m: int,
+    select: Select,
+    relative_positions: bool = False,
 ) -> float:
     """log p(x) of a sampler whose steps are `select`."""
 
@@ -43,12 +48,15 @@ def over_selections(
 
         return f(frozenset(block), 0)
 
-    return math.fsum(of_block(*each) for each in states(x, blocks, logits_of, m, relative_positions))
+    every_block = states(x, blocks, logits_of, m, relative_positions)
+    return math.fsum(of_block(block, log_P) for block, log_P in every_block)
 
 
 def log_sum_exp(values: list[float]) -> float:
-    """The log of the sum of exp; -infinity of none."""
-    return float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) if values else -math.inf
+    """The log of the sum of exp; -infinity if there are no values."""
+    if not values:
+        return -math.inf
+    return float(torch.tensor(values, dtype=torch.float64).logsumexp(0))
 
 
 def subsets(M: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -84,7 +92,8 @@ def drawn_positions(x: Ids, alg: str, S: int, alg_temp: float | None = None) -> 
             else:
                 p = 0.0
             if p > 0:
-                yield A, math.log(p) + math.fsum(float(log_P[ell, x[ell]]) for ell in A)
+                of_tokens = math.fsum(float(log_P[ell, x[ell]]) for ell in A)
+                yield A, math.log(p) + of_tokens
 
     return select
 
@@ -98,7 +107,8 @@ def position_scores(log_P: Tensor, M: list[int], alg: str, alg_temp: float | Non
         score = p1 - p2
     else:
         return dict.fromkeys(M, 0.0)
-    return dict(zip(M, (score / (alg_temp or 1.0)).tolist(), strict=True))
+    score = score / (alg_temp or 1.0)
+    return dict(zip(M, score.tolist(), strict=True))
 
 
 def without_replacement(order: Sequence[int], M: Sequence[int], score: dict[int, float]) -> float:
@@ -107,7 +117,8 @@ def without_replacement(order: Sequence[int], M: Sequence[int], score: dict[int,
     left = list(M)
     p = 1.0
     for ell in order:
-        p *= math.exp(score[ell] - top) / math.fsum(math.exp(score[other] - top) for other in left)
+        of_all = math.fsum(math.exp(score[other] - top) for other in left)
+        p *= math.exp(score[ell] - top) / of_all
         left.remove(ell)
     return p
 
@@ -120,6 +131,11 @@ def share(t: int, S: int) -> Tensor:
     return 1 - s[t + 1] / s[t]
 
 
+def at_most(n: int) -> Count:
+    """n positions a step, or all that are left."""
+    return lambda size, left, t: min(n, left)
+
+
 def scheduled(schedule: str, S: int) -> Count:
     """The number of positions that step t of S reveals: "even" (LLaDA) or "dream"."""
     if schedule == "even":
@@ -130,7 +146,13 @@ def scheduled(schedule: str, S: int) -> Count:
 # ---------------------------------------------------------------- tokens are drawn, then positions chosen by them
 
 
-def best_drawn(x: Ids, count: Count, tau: float | None = None, strict: bool = True, scale: float = 1.0) -> Select:
+def best_drawn(
+    x: Ids,
+    count: Count,
+    tau: float | None = None,
+    strict: bool = True,
+    scale: float = 1.0,
+) -> Select:
     """LLaDA, SDAR, Fast-dLLM: every masked position draws a token, and the most confident draws are kept.
 
     `count`: how many, or at least how many. `tau`: all whose confidence exceeds it (not `strict`: or reaches it).
@@ -146,8 +168,11 @@ def best_drawn(x: Ids, count: Count, tau: float | None = None, strict: bool = Tr
         if not n:  # this step of the schedule keeps no draw
             yield (), 0.0
             return
-        odds = {ell: token_confidence(scaled(log_P[ell], scale)) for ell in M}  # of every token that may be drawn
-        drawn = {ell: odds[ell][x[ell]] for ell in M}  # where the tokens of x are drawn
+        odds = {}  # of every token that a position may draw
+        drawn = {}  # of the token of x
+        for ell in M:
+            odds[ell] = token_confidence(scaled(log_P[ell], scale))
+            drawn[ell] = odds[ell][x[ell]]
         for A in subsets(M):
             by_bound = tau is not None and all(bool(passes(drawn[ell])) for ell in A)
             # By the bound, all draws of A pass and no other one does, if that makes n or more.
@@ -163,7 +188,8 @@ def best_drawn(x: Ids, count: Count, tau: float | None = None, strict: bool = Tr
                     kept = odds[ell] >= drawn[last]
                 else:
                     kept = odds[ell] > drawn[last]
-                log_p += float(log_P[ell].masked_fill(kept, -math.inf).logsumexp(0))
+                thrown_away = log_P[ell].masked_fill(kept, -math.inf)
+                log_p += float(thrown_away.logsumexp(0))
             yield A, log_p
 
     return select

@@ -59,9 +59,11 @@ class Verification:
             for part, window in enumerate(windows):
                 if window.target:
                     candidates.append((request, part))
-        share = self.options.verify // ranks + (rank < self.options.verify % ranks)
+        count = self.options.verify // ranks
+        if rank < self.options.verify % ranks:  # the first ranks share what is left over
+            count += 1
         chance = random.Random(f"{self.options.draw_seed} {rank}")
-        return frozenset(chance.sample(candidates, min(share, len(candidates))))
+        return frozenset(chance.sample(candidates, min(count, len(candidates))))
 
     def keep(self, request: int, scores: Sequence[Score]) -> None:
         """Remember the run's scores of the drawn windows of a request."""
@@ -90,7 +92,11 @@ class Verification:
         return checked
 
     def _compare_each(
-        self, requests: Sequence[Instance], text: TextEncoder, checked: list[CheckedWindow], hidden: bool
+        self,
+        requests: Sequence[Instance],
+        text: TextEncoder,
+        checked: list[CheckedWindow],
+        hidden: bool,
     ) -> None:
         """Append the windows to `checked`, so that an error loses none of those before it."""
         if not self.scores:
@@ -116,7 +122,12 @@ def float32_estimator(options: Options, text: TextEncoder, device: str | None) -
     network = text.denoiser
     if network.coarse:
         arguments = {**options.network, "dtype": "float32", "compile": False}
-        network = denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
+        network = denoisers.load(
+            options.pretrained or BUNDLED,
+            device=device,
+            tokenizer=text.tokenizer,
+            **arguments,
+        )
     options = dataclasses.replace(options, batch_size=2)  # any size: skips the search for one
     return Estimator.from_options(network, options)
 

@@ -65,7 +65,9 @@ class OtherRow(OneRow):
             return self._cached(denoiser, shown, begin)
         if isinstance(denoiser, Timed):
             share = self._masked_share(denoiser, shown)
-            return denoiser.features(shown[None], None, **denoiser.noise_inputs(share[None]))[0]
+            noise_level = denoiser.noise_inputs(share[None])
+            [features] = denoiser.features(shown[None], None, **noise_level)
+            return features
         return super().features(denoiser, shown, begin)
 
     def _masked_share(self, denoiser: Denoiser, shown: torch.Tensor) -> torch.Tensor:
@@ -73,22 +75,22 @@ class OtherRow(OneRow):
         masked = shown == self.m  # (L,)
         counted = torch.ones_like(masked)
         if denoiser.bos == "official":  # context and suffix do not count, where they are visible
-            outside = torch.ones_like(masked)
-            outside[self.origin : len(shown) - self.suffix] = False
-            counted = masked | ~outside
+            inside = torch.zeros_like(masked)
+            inside[self.origin : len(shown) - self.suffix] = True
+            counted = masked | inside
             counted[self.known] = False
         return masked.sum().double() / counted.sum()
 
     def _cached(self, denoiser: Cached, z: torch.Tensor, begin: int) -> torch.Tensor:
         """The input of the LM head (L, D): NaN at positions that a later step of the block does not evaluate."""
         column = torch.arange(len(z), device=z.device)[None]  # (1, L)
-        first = max(begin, self.origin)
+        first = max(begin, self.origin)  # a block that is counted from the row may begin in the context
         _, stop = self.span(first)
         start = z.clone()  # the row as the block began
         start[first:stop] = self.m
-        features, layers = denoiser.begin(start[None], None, column)  # (1, L, D)
+        [features], layers = denoiser.begin(start[None], None, column)  # (L, D)
         if torch.equal(z, start):
-            return features[0]
+            return features
 
         last = stop if denoiser.cache == "dual" else len(z)
         evaluated = (column >= begin) & (column < last)  # (1, L)
@@ -96,11 +98,18 @@ class OtherRow(OneRow):
         inside = column[evaluated]  # (Q,)
         past = []  # of each layer: the keys and the values of positions that are not evaluated again
         for keys, values in layers:
-            past.append((keys[:, :, outside.to(keys.device)], values[:, :, outside.to(values.device)]))
-        places = torch.cat([outside, inside])[None]
-        step = CachedStep(inside[None], None, past, places, (inside - begin)[None])
-        row = torch.full_like(features[0], math.nan)
-        row[inside] = denoiser.step(z[inside][None], step)[0]
+            at = outside.to(keys.device)
+            past.append((keys[:, :, at], values[:, :, at]))
+        step = CachedStep(
+            positions=inside[None],
+            seen=None,
+            past=past,
+            places=torch.cat([outside, inside])[None],
+            columns=(inside - begin)[None],
+        )
+        [evaluated_features] = denoiser.step(z[inside][None], step)  # (Q, D)
+        row = torch.full_like(features, math.nan)
+        row[inside] = evaluated_features
         return row
 
 

@@ -131,6 +131,7 @@ DIT_CODE = """
 import torch
 from transformers import PreTrainedModel
 from lm_eval_duel.audit import plain_networks as plain
+from lm_eval_duel.audit.weight_files import WithoutPrefix
 from lm_eval_duel.denoisers.dit import network
 from .configuration_own import DiTConfig
 
@@ -151,7 +152,7 @@ class OwnDiT(PreTrainedModel):
         torch.zeros_like(timesteps)
         [ids] = input_ids.tolist()
         seen = plain.block_causal(len(ids), self.config.block_size) if sample_mode else None
-        w = plain.WithoutPrefix(self.state_dict(), "backbone.")
+        w = WithoutPrefix(self.state_dict(), "backbone.")
         return plain.dit(w, ids, self.config.n_heads, seen=seen)[None].float()
 """
 

@@ -139,6 +139,20 @@ def test_the_block_of_a_config_is_its_first_entry():
     assert "'block_size'" in refused(family.block_in, {"block_size": 0})
 
 
+def test_an_attention_that_a_family_is_not_trained_with_is_named_unless_it_is_causal(caplog):
+    """attention=causal scores the network that a family was trained from; a family outside the table may have any."""
+    for trained, given, name in itertools.product(
+        ("bidirectional", "block_causal"), (None, "bidirectional", "block_causal", "causal"), ("llada", "own code")
+    ):
+        family = Family(name, "Llama", attention=trained, block=4)
+        caplog.clear()
+        pretrained.set_attributes(Attends(), family, {}, options(attention=given))
+        is_another = given not in (None, "causal", trained)
+        assert bool(caplog.records) == (is_another and name == "llada")
+        if caplog.records:
+            assert f"attention={trained}" in caplog.text and f"attention={given}" in caplog.text
+
+
 def test_a_shift_is_the_users_then_that_of_the_config_then_of_the_family():
     for given, in_config, of_family, native in itertools.product(
         (None, False, True), (None, False, True), (0, 1), ("Llama", "")

@@ -60,21 +60,30 @@ class Cached(Wrapper):
             self._steering = _steering(plain)
             with torch.inference_mode():
                 self.kept = self._try_out()  # numbers kept per position of a row
+        except torch.OutOfMemoryError:
+            raise
         except (NotSteered, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+            lines = str(error).splitlines()
+            reason = lines[0].rstrip(".") if lines else type(error).__name__
             raise DuelError(
                 f"cache={cache} is not possible with this network ({type(_inside(plain)).__name__}): {reason}. "
                 "Use cache=none (leave cache out)."
             ) from error
 
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+    def features(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        **more: torch.Tensor,
+    ) -> torch.Tensor:
         return self.plain.features(ids, real, **more)
 
     @torch.inference_mode()
     def begin(
-        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        columns: torch.Tensor,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Evaluate whole rows at a block's start; see `Streams.begin`."""
         return self._steering.begin(ids, real, columns)
@@ -96,28 +105,37 @@ class Cached(Wrapper):
 
     def _try_out(self) -> int:
         """The number of values kept per position; raises NotSteered if a step without a reveal differs from the row."""
+        # A row with a masked block in it, evaluated as a whole.
         row = random_rows(self, self_tests.LENGTH)[:1]  # (1, L)
         length = row.shape[1]
-        first = length // 3
-        last = max(first + 1, length - 2)
-        row[:, first:last] = self.mask_id
+        begin = length // 3
+        end = max(begin + 1, length - 2)
+        row[:, begin:end] = self.mask_id
         columns = torch.arange(length, device=row.device)[None]  # (1, L)
         whole, layers = self.begin(row, None, columns)
 
-        block = columns[:, first:last]  # (1, Q)
-        outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
+        # The same block against the kept keys and values of the positions around it.
+        block = columns[:, begin:end]  # (1, Q)
+        outside = torch.cat([columns[:, :begin], columns[:, end:]], 1)  # (1, K)
+        places = torch.cat([outside, block], 1)  # (1, K + Q)
         past: list[KeysValues] = []
         for keys, values in layers:
             at = outside[0].to(keys.device)
             past.append((keys[:, :, at], values[:, :, at]))
-        step = CachedStep(block, None, past, torch.cat([outside, block], 1), block - first)
-        again = self.step(row[:, first:last], step)
+        step = CachedStep(block, None, past, places, block - begin)
+        again = self.step(row[:, begin:end], step)
 
-        expected = self.head(whole[0, first:last]).masked_fill(self.excluded, 0)  # (Q, V)
+        expected = self.head(whole[0, begin:end]).masked_fill(self.excluded, 0)  # (Q, V)
         logits = self.head(again[0]).masked_fill(self.excluded, 0)  # (Q, V)
-        if not self_tests.difference_of(expected, logits) <= self_tests.noise_alone(self, expected, FLOAT32):
+        difference = self_tests.difference_of(expected, logits)
+        if not difference <= self_tests.noise_alone(self, expected, FLOAT32):
             raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
-        return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
+
+        kept = 0
+        for keys, values in layers:  # (1, H, L, D / H) each
+            kept += keys.shape[1] * keys.shape[3]
+            kept += values.shape[1] * values.shape[3]
+        return kept
 
 
 class CachedView(View):
@@ -145,24 +163,29 @@ class CachedView(View):
         identity = self._identity(lanes)  # (R,)
         revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
         ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
+        # Lanes that are equal in all that the network sees are evaluated once.
         first, number = distinct(identity, ids, lanes.masked)
-        base = lanes if len(first) == len(lanes) else lanes.select(first)
+        are_distinct = len(first) == len(lanes)
+        base = lanes if are_distinct else lanes.select(first)
         try:
             positions = self._evaluate_block(base, ids[first], revealed[first], identity[first])
         except torch.OutOfMemoryError:
             self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
             raise
-        return positions if base is lanes else positions.spread(lanes, base, number)
+        if are_distinct:
+            return positions
+        return positions.spread(lanes, base, number)
 
     def _identity(self, lanes: Lanes) -> torch.Tensor:
         """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
         rows = self.rows
         if self._contents is None:
             columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
-            each = hashed(rows.ids, columns)  # (N, L)
-            after = rows.visible & (columns >= (rows.origin + rows.target)[:, None])  # (N, L) the suffix
-            before = torch.nn.functional.pad(each.cumsum(1), (1, 0))  # (N, L + 1) wraps
-            self._contents = before, (each * after).sum(1)
+            of_token = hashed(rows.ids, columns)  # (N, L)
+            before = torch.nn.functional.pad(of_token.cumsum(1), (1, 0))  # (N, L + 1) sums, which wrap
+            target_end = (rows.origin + rows.target)[:, None]  # (N, 1)
+            in_suffix = rows.visible & (columns >= target_end)  # (N, L)
+            self._contents = before, (of_token * in_suffix).sum(1)
         before, after = self._contents
         row = lanes.row
         shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
@@ -177,8 +200,9 @@ class CachedView(View):
             blocks = lanes.select(begins)
             empty = slots[missing]
             # a call of whole rows takes no more than a call of these lanes may
-            rows = int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max())
-            rows = max(1, min(rows, len(lanes) // NEW))
+            allowed = int(self.cost(lanes).sum())
+            longest = int(self.rows.length[blocks.row].max())
+            rows = max(1, min(allowed // longest, len(lanes) // NEW))
             for part in torch.arange(len(blocks), device=slots.device).split(rows):
                 self._begin(blocks.select(part), empty[part], identity[begins[part]])
         return slots[block_of_lane]
@@ -195,26 +219,41 @@ class CachedView(View):
         self._slots.fill(slot, identity, features, layers)
 
     def _evaluate_block(
-        self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        revealed: torch.Tensor,
+        identity: torch.Tensor,
     ) -> Positions:
         """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
         slot = self._hold(lanes, identity)  # (R,)
         last = self._slots.features.shape[1] - 1
         position = masked_positions(lanes).clamp(max=last)  # (R, M) those not masked are not read
         features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
-        begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
+
+        # A block that was revealed in part is evaluated again. A context inside a block does not count.
+        in_target = lanes.columns >= lanes.origin[:, None]  # (R, W)
+        begun = (revealed & in_target).any(1)  # (R,)
         if begun.any():
-            first_masked = lanes.masked[:, : self.denoiser.shift].any(1)  # (R,)
-            if self.denoiser.shift and (first_masked & begun).any():
+            shift = self.denoiser.shift
+            first_masked = lanes.masked[:, :shift].any(1)  # (R,)
+            if shift and (first_masked & begun).any():
                 # it is predicted from the position before the block, which later steps do not evaluate
                 raise first_position_unseen(self.denoiser.cache)
             for part in self._parts(lanes, begun, slot):
                 features[part] = self._step(lanes.select(part), ids[part], slot[part], position[part])
-        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
-        all_mask = ~shown & self.denoiser.relative_positions  # (R,)
+
+        given = self.rows.visible[lanes.row].any(1)  # (R,) a context or a suffix
+        shows_token = given | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
+        all_mask = ~shows_token & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
-    def _parts(self, lanes: Lanes, begun: torch.Tensor, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _parts(
+        self,
+        lanes: Lanes,
+        begun: torch.Tensor,
+        slot: torch.Tensor,
+    ) -> Iterator[torch.Tensor]:
         """The lanes (r,) of each network call.
 
         Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
@@ -232,15 +271,22 @@ class CachedView(View):
         order = order[lanes.start[order].argsort(stable=True)]
         start = lanes.start[order].tolist()
         end = int(self.rows.length[lanes.row[order]].max())
-        begin = 0
+        first = 0  # of the call, in `order`
         for n, column in enumerate(start):
-            small = (n + 1 - begin) * (end - start[begin]) <= SMALL
-            if (column - start[begin]) * WASTE > end - column and not small:
-                yield order[begin:n]
-                begin = n
-        yield order[begin:]
+            positions = (n + 1 - first) * (end - start[first])
+            wasted = column - start[first]  # of this lane
+            if wasted * WASTE > end - column and positions > SMALL:
+                yield order[first:n]
+                first = n
+        yield order[first:]
 
-    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        slot: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:
         """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call.
 
         The states of a block stand side by side in one row of the call, behind the kept keys that they share:
@@ -260,22 +306,32 @@ class CachedView(View):
             end = length
             columns = int(lanes.start.max())
             abreast = 1
-            ids = self._input(lanes)[0][:, begin:]  # (R, E)
+            rows, _, _ = self._input(lanes)  # (R, L)
+            ids = rows[:, begin:]  # (R, E)
 
+        # Which columns are kept, and which positions of the call are a lane's own.
         every = torch.arange(columns, device=ids.device)[None]  # (1, K)
-        kept = (every < lanes.start[:, None]) | (every >= end[:, None]) & (every < length[:, None])  # (R, K)
-        column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
+        before_block = every < lanes.start[:, None]  # (R, K)
+        after_block = (every >= end[:, None]) & (every < length[:, None])  # (R, K)
+        kept = before_block | after_block
+        offset = torch.arange(ids.shape[1], device=ids.device)  # (E,)
+        column = start[:, None] + offset  # (R, E)
         evaluated = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
+
         call = PackedCall.from_slots(slot, start, evaluated, kept, abreast)
-        alone = call.lane.shape[1] == 1  # in its row, where every position sees the same
-        seen = torch.cat([kept, evaluated], 1)[call.lane] if alone else call.seen  # (P, 1 or Q, K + Q)
+        is_alone = call.lane.shape[1] == 1  # in its row, where every position sees the same
+        seen = torch.cat([kept, evaluated], 1)[call.lane] if is_alone else call.seen  # (P, 1 or Q, K + Q)
 
         wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
         wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
         positions = call.columns.clamp(max=most - 1)  # (P, Q)
-        places = torch.cat([every.expand(len(positions), -1), positions], 1)  # (P, K + Q)
-        past = rows_at(self._slots.layers, slot[call.lane[:, 0]], columns)
-        step = CachedStep(positions, None if seen.all() else seen, past, places, call.queries(wanted))
+        step = CachedStep(
+            positions,
+            seen=None if seen.all() else seen,
+            past=rows_at(self._slots.layers, slot[call.lane[:, 0]], columns),
+            places=torch.cat([every.expand(len(positions), -1), positions], 1),
+            columns=call.queries(wanted),
+        )
         values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
         self.forwards += 1
         self.evaluated += len(positions)

@@ -68,14 +68,20 @@ class Slots:
 
         # The keys that are kept elsewhere move: a call then reads the first slots as views, and copies nothing.
         if far.any():
+            target = slot[far]
+            source = old[far]
             for plane in self._planes():
-                plane[slot[far].to(plane.device)] = plane[old[far].to(plane.device)]
-            self.identity[slot[far]] = wanted[far]
-            self.identity[old[far]] = -1
+                plane[target.to(plane.device)] = plane[source.to(plane.device)]
+            self.identity[target] = wanted[far]
+            self.identity[source] = -1
         return slot, missing
 
     def fill(
-        self, slot: torch.Tensor, identity: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]
+        self,
+        slot: torch.Tensor,
+        identity: torch.Tensor,
+        features: torch.Tensor,
+        layers: list[KeysValues],
     ) -> None:
         """Keep the first evaluation of some blocks at `slot` (n,): features (n, w, D), keys (n, H, K, D / H)."""
         self._make_room(features, layers)
@@ -92,15 +98,19 @@ class Slots:
         self.identity = self.identity[:0]
 
     def _planes(self) -> list[torch.Tensor]:
-        planes = [plane for layer in self.layers for plane in layer]
-        return planes + ([self.features] if self.features is not None else [])
+        """Everything that is kept, a row for every slot."""
+        planes: list[torch.Tensor] = []
+        for layer in self.layers:
+            planes += layer
+        if self.features is not None:
+            planes.append(self.features)
+        return planes
 
     def _make_room(self, features: torch.Tensor, layers: list[KeysValues]) -> None:
-        """A row for every slot, in the shapes that the network returns."""
+        """Make a row for every slot, in the shapes that the network returns."""
         count = len(self.identity)
-        width = features.shape[1]
-        have, wide = (0, 0) if self.features is None else self.features.shape[:2]
-        if have < count:
+        slots, width = (0, 0) if self.features is None else self.features.shape[:2]
+        if slots < count:
             if not self.layers:
                 self.layers = [(None, None)] * len(layers)
             for n, (keys, values) in enumerate(layers):  # one after another: the old planes of a layer are freed first
@@ -110,15 +120,17 @@ class Slots:
                     _grown(old_values, values, (count, values.shape[1], self.length, values.shape[3])),
                 )
                 del old_keys, old_values
-        if have < count or wide < width:
-            self.features = _grown(self.features, features, (count, max(wide, width), features.shape[2]))
+        if slots < count or width < features.shape[1]:
+            width = max(width, features.shape[1])
+            self.features = _grown(self.features, features, (count, width, features.shape[2]))
 
 
 def _grown(old: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`old`, the start of zeros of a larger `shape`."""
     new = like.new_zeros(shape)
     if old is not None:
-        new[tuple(slice(size) for size in old.shape)] = old
+        corner = tuple(slice(size) for size in old.shape)
+        new[corner] = old
     return new
 
 
@@ -131,15 +143,18 @@ class Streams:
     def begin(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
-        the keys and values of all positions, of each layer."""
+        """Evaluate whole rows (P, L); `real` (P, L) is False at padding.
+
+        Returns the input of the head at `columns` (P, M), (P, M, D), and each layer's keys and values of all positions.
+        """
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         seen = None if real is None else real[:, None]  # (P, 1, L)
         return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
-        return self.plain.stream_at(step.columns, ids, step.positions, step.seen, step.past)[0]
+        """Evaluate the positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
+        features, _ = self.plain.stream_at(step.columns, ids, step.positions, step.seen, step.past)
+        return features
 
 
 class Attentions:
@@ -157,35 +172,46 @@ class Attentions:
     def begin(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        self._look(ids.shape[1])
+        length = ids.shape[1]
+        self._look(length)
+        positions = torch.arange(length, device=ids.device)[None]  # (1, L)
         with _Listening() as heard:
-            features = self._features(ids, real, torch.arange(ids.shape[1], device=ids.device)[None])
+            features = self._features(ids, real, positions)
         self._require(len(heard.new) == len(self._patterns))
         return take(features, columns), heard.new
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         self._look(int(step.places.max()) + 1)
         masks: dict[int, torch.Tensor | None] = {}  # most layers have the same pattern, so they share a mask
+        of_layers = []
         for pattern in self._patterns:
             if id(pattern) not in masks:
                 masks[id(pattern)] = _mask(pattern, step)
-        with _Splicing(step.past, [masks[id(pattern)] for pattern in self._patterns]) as spliced:
+            of_layers.append(masks[id(pattern)])
+        with _Splicing(step.past, of_layers) as spliced:
             features = self._features(ids, None, step.positions)
         self._require(spliced.layer == len(step.past))
         return take(features, step.columns)
 
-    def _features(self, ids: torch.Tensor, real: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-        return self.plain.features(ids, real, position_ids=(positions + self.first).expand_as(ids))
+    def _features(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        position_ids = (positions + self.first).expand_as(ids)
+        return self.plain.features(ids, real, position_ids=position_ids)
 
     def _look(self, length: int) -> None:
         """Learn which positions each layer lets a position see, from a row of `length` without padding."""
         if length <= self._length:
             return
-        # twice as long as needed, so that rows that grow bit by bit ask for few forwards
+        # at least twice as long as before, so that rows that grow bit by bit ask for few forwards
         self._length = min(max(length, 2 * self._length), self.plain.max_length)
         row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
+        positions = torch.arange(self._length, device=row.device)[None]  # (1, L)
         with _Listening() as heard:
-            self._features(row, None, torch.arange(self._length, device=row.device)[None])
+            self._features(row, None, positions)
         self._require(bool(heard.new))
         # transformers makes one mask for all layers of a kind, so the object tells which layers see the same
         patterns: dict[int, torch.Tensor | None] = {}
@@ -193,8 +219,8 @@ class Attentions:
             patterns.setdefault(id(mask), _pattern(mask))
         self._patterns = [patterns[id(mask)] for mask in heard.masks]
 
-    def _require(self, good: bool) -> None:
-        if not good:
+    def _require(self, as_expected: bool) -> None:
+        if not as_expected:
             raise NotSteered("its attention is not torch's scaled_dot_product_attention, once in every layer")
 
 
@@ -212,7 +238,7 @@ class _Listening(TorchFunctionMode):
 
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if call is ATTENTION:
-            arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+            arguments = _by_name(args, kwargs)
             if arguments.get("is_causal"):
                 raise NotSteered("its attention is causal")
             self.new.append(_ungrouped(arguments))
@@ -234,7 +260,7 @@ class _Splicing(TorchFunctionMode):
             return call(*args, **(kwargs or {}))
         if self.layer >= len(self.past):
             raise NotSteered("its layers attend a different number of times from call to call")
-        arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+        arguments = _by_name(args, kwargs)
         keys, values = joined(self.past[self.layer], *_ungrouped(arguments))
         for name in ("key", "value", "enable_gqa"):  # kept keys have a head for every query's
             arguments.pop(name, None)
@@ -242,6 +268,12 @@ class _Splicing(TorchFunctionMode):
         arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
         self.layer += 1
         return call(arguments.pop("query"), keys, values, **arguments)
+
+
+def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an attention call by name, however they were passed."""
+    by_place = dict(zip(NAMES, args, strict=False))
+    return {**by_place, **(kwargs or {})}
 
 
 def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
@@ -252,9 +284,10 @@ def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
     heads = arguments["query"].shape[1]
     keys = arguments["key"]
     values = arguments["value"]
-    if keys.shape[1] == heads:
+    group = heads // keys.shape[1]
+    if group == 1:
         return keys, values
-    return keys.repeat_interleave(heads // keys.shape[1], 1), values.repeat_interleave(heads // values.shape[1], 1)
+    return keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -279,5 +312,7 @@ def _mask(pattern: torch.Tensor | None, step: CachedStep) -> torch.Tensor | None
     """The mask (P, 1, Q or 1, K) of a layer in a call."""
     if pattern is None:
         return None if step.seen is None else step.seen[:, None]
-    near = pattern[step.positions[:, :, None], step.places[:, None]]  # (P, Q, K)
-    return (near if step.seen is None else near & step.seen)[:, None]
+    seen = pattern[step.positions[:, :, None], step.places[:, None]]  # (P, Q, K)
+    if step.seen is not None:
+        seen = seen & step.seen
+    return seen[:, None]
