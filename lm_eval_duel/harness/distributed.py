@@ -38,7 +38,8 @@ class Ranks(NamedTuple):
     def join(cls, device: str | None) -> Ranks:
         """Join the other processes, if there are any."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:  # set by its launcher
+            was_launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
+            if was_launched:
                 log.warning(
                     "accelerate launch has started one process, not --num_processes: on CPUs it starts no others. Use "
                     "torchrun --nproc-per-node N -m lm_eval ..."
@@ -52,9 +53,11 @@ class Ranks(NamedTuple):
         try:
             accelerator = Accelerator(cpu=on_cpu)
         except RuntimeError as error:
+            rank = os.environ.get("RANK")
+            reason = str(error).splitlines()[0]
             raise DuelError(
-                f"This process (RANK={os.environ.get('RANK')}) could not join the other {others} at {address}: are all "
-                f"machines up, and is that address the first one's? ({str(error).splitlines()[0]})"
+                f"This process (RANK={rank}) could not join the other {others} at {address}: are all machines up, and "
+                f"is that address the first one's? ({reason})"
             ) from error
         group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
         atexit.register(_leave, group)
@@ -116,6 +119,8 @@ class Ranks(NamedTuple):
 
 def _leave(group: Any) -> None:
     """Close the connections. If Python's exit closes them, finished processes are sometimes aborted (torch 2.13)."""
-    if torch.distributed.is_initialized():
-        gloo = torch.distributed.get_backend() == "gloo"
-        torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's groups might wait for a lost process
+    if not torch.distributed.is_initialized():
+        return
+    is_gloo = torch.distributed.get_backend() == "gloo"
+    # NCCL's groups might wait for a lost process, so only ours is closed.
+    torch.distributed.destroy_process_group(None if is_gloo else group)

@@ -197,7 +197,8 @@ def _build_all_requests(
 
 def _apply_filters(original: Callable[..., Any], task: Task) -> Any:
     for request in task.instances:
-        del request.resps[request.repeats or 1 :]
+        wanted = request.repeats or 1
+        del request.resps[wanted:]  # the answers to copies
     return original(task)
 
 

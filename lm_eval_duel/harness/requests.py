@@ -59,7 +59,8 @@ class Batch(NamedTuple):
 
 def _identity(request: Instance) -> Any:
     """A value that is equal for requests with the same answer in the same task."""
-    if request.task_name is None or request.doc_id is None:  # not made by a task: nothing says what it is
+    was_made_by_a_task = request.task_name is not None and request.doc_id is not None
+    if not was_made_by_a_task:  # nothing says what it is
         return id(request)
     return request.task_name, request.doc_id, request.idx, repr(request.args)
 

@@ -149,7 +149,9 @@ class RunStats:
                 total = stats.total.named.get(name)
                 if total is None or not total.tokens or total.value.is_exact:
                     continue
-                if entry.drawn is not None or total is stats.total:
+                # A score may hold values of other estimators: of these, only drawn ones have an error to name.
+                is_own = total is stats.total
+                if is_own or entry.drawn is not None:
                     lines.append(f"{entry.display} of {task}: {total.summary(entry.drawn)}")
         return lines
 

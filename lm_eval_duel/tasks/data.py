@@ -159,10 +159,11 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
     import datasets
 
     bos = settings.pop("bos", "given")
-    start = end = 0  # not used without special tokens, which a tokenizer may lack
+    ends = {"bos": 0, "eos": 0}  # not used without special tokens, which a tokenizer may lack
     if settings.get("framed", True) or settings.get("insert_eos"):
         start, end = _start_and_end(tokenizer)
-    wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
+        ends = {"bos": start, "eos": end}
+    wrapping = Wrapping(**{"length": LENGTH, **ends, **settings})
     digest = of_tokenizer(tokenizer)
     _TOKENIZERS[digest] = tokenizer
     shared = {
@@ -189,10 +190,13 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
 def _start_and_end(tokenizer: Any) -> tuple[int, int]:
     """The ids at the ends of a row: BOS and EOS, or if there is neither (BERT) [CLS] twice, as in the authors' code."""
     eos = tokenizer.eos_token_id
-    starts = [token for token in (tokenizer.bos_token_id, tokenizer.cls_token_id, eos) if token is not None]
-    if not starts:
+    start = tokenizer.bos_token_id
+    if start is None:
+        start = tokenizer.cls_token_id
+    if start is None:
+        start = eos
+    if start is None:
         raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
-    start = starts[0]
     end = start if eos is None else eos
     return start, end
 
@@ -209,7 +213,8 @@ def token_text(doc: dict[str, Any]) -> TokenText:
     ids = [_integer(token) for token in doc["ids"].split()]
     before, after = doc["special_tokens"]
     inside = ids[before : len(ids) - after]
-    decoded_ids = {"scored": ids, "none": inside, "first": inside[1:]}.get(doc["bos"], ids[1:])
+    shown = {"scored": ids, "none": inside, "first": inside[1:]}  # ids of the text, by `bos`
+    decoded_ids = shown.get(doc["bos"], ids[1:])
     text = _TOKENIZERS[digest].decode(decoded_ids, clean_up_tokenization_spaces=False)
     return TokenText(text, ids, (before, after), (name, digest), doc["bos"])
 

@@ -189,10 +189,10 @@ def records(path: Path) -> list[dict[str, Any]]:
     files = [path]
     if path.is_dir() and not (path / SAVED).exists():
         files = tables(path)
-    found = []
+    rows = []
     for file in files:
-        found += [row for _, row in _numbered(file)]
-    return found
+        rows += [row for _, row in _numbered(file)]
+    return rows
 
 
 def column(name: str, row: dict[str, Any], key: str, setting: str = "") -> Any:
@@ -270,8 +270,11 @@ def _parquet(file: Path) -> Rows:
 def _arrow(file: Path) -> Rows:
     import pyarrow
 
-    packed = file.name.lower().endswith(PACKED)
-    with pyarrow.BufferReader(_open(file).read()) if packed else pyarrow.memory_map(str(file)) as source:
+    if file.name.lower().endswith(PACKED):
+        content = pyarrow.BufferReader(_open(file).read())
+    else:
+        content = pyarrow.memory_map(str(file))
+    with content as source:
         try:
             table = pyarrow.ipc.open_stream(source).read_all()
         except pyarrow.ArrowInvalid:  # the format of files, also called Feather
@@ -290,13 +293,13 @@ def _csv(file: Path) -> Rows:
             if repeated:
                 raise DuelError(f"{file} has several columns {', '.join(sorted(repeated))}; rename them.")
             numbered = []
-            start = reader.line_num + 1  # where a record begins: one with line breaks in its cells takes several lines
+            line = reader.line_num + 1  # where a record begins: one with line breaks in its cells takes several lines
             for cells in reader:
+                if cells and len(cells) != len(header):
+                    raise DuelError(f"{file}:{line} has {len(cells)} cells, and the header has {len(header)}.")
                 if cells:  # not a blank line
-                    if len(cells) != len(header):
-                        raise DuelError(f"{file}:{start} has {len(cells)} cells, and the header has {len(header)}.")
-                    numbered.append((start, dict(zip(header, cells, strict=True))))
-                start = reader.line_num + 1
+                    numbered.append((line, dict(zip(header, cells, strict=True))))
+                line = reader.line_num + 1
     finally:
         csv.field_size_limit(before)
     return iter(numbered)

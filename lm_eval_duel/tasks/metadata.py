@@ -39,6 +39,7 @@ def _patterns(value: Any) -> list[str]:
 
 
 def _lower_case(*names: str) -> ArgumentType:
+    """One of these names, however it is written."""
     return choice(*names, convert=lambda value: str(value).lower())
 
 

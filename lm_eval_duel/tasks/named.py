@@ -82,10 +82,12 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
         name = unread.pop()
         if name not in index:
             return False
-        members = (index[name].cfg or {}).get("task")
-        if name not in read and isinstance(members, list):  # a group; inline members are in no index
+        config = index[name].cfg or {}
+        members = config.get("task")
+        is_group = isinstance(members, list)
+        if is_group and name not in read:
             for member in members:
-                if isinstance(member, dict):
+                if isinstance(member, dict):  # written out in the group's file
                     member = member.get("group") or member.get("task")
                 unread.append(str(member))
         read.add(name)

@@ -7,6 +7,7 @@ is generated. Settings have the harness's names. Settings of other back ends are
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ ONE_ORDER = "a rule follows one order"
 THREE_ALONE = "only temperature, top_k and top_p change the distribution"
 ENDS = "a text ends at its first stop string or end of text"
 ONE_ANSWER = "a request has one answer; set `repeats:` in the task to draw several"
-OTHERS = {  # settings of other back ends: the value that has no effect, and why no other is taken
+OF_OTHER_BACK_ENDS = {  # the value of each setting that has no effect, and why no other is taken
     "num_beams": (1, ONE_ORDER),
     "num_beam_groups": (1, ONE_ORDER),
     "length_penalty": (1, ONE_ORDER),
@@ -110,10 +111,11 @@ def _read(arguments: Mapping[str, Any]) -> GenerationArguments:
     for name, value in arguments.items():
         if name in KNOWN:
             read[name] = value
-        elif name not in OTHERS:
+            continue
+        if name not in OF_OTHER_BACK_ENDS:
             raise unknown("generation setting", name, KNOWN)
-        elif value is not None and value != OTHERS[name][0]:
-            neutral, why = OTHERS[name]
+        neutral, why = OF_OTHER_BACK_ENDS[name]
+        if value not in (None, neutral):
             must = "is not a setting" if neutral is None else f"must be {neutral}"
             raise DuelError(f"{name} {must} here: {why}; got {value!r}.")
     return GenerationArguments(**read)
@@ -249,6 +251,7 @@ class Generator:
             yield n, self.cut(sample.tokens), window, sample
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:
+        """True if no further block is needed after these tokens."""
         if not self.ends.isdisjoint(tokens):
             return True
         text = self.text.tokenizer.decode(tokens)
@@ -256,8 +259,8 @@ class Generator:
 
     def cut(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens, up to the end of text or the first stop string."""
-        end = next((n for n, token in enumerate(tokens) if token in self.ends), len(tokens))
-        text = self.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        before_end = list(itertools.takewhile(lambda token: token not in self.ends, tokens))
+        text = self.text.tokenizer.decode(before_end, skip_special_tokens=False)
         for stop in self.settings.until:
             text = text.split(stop)[0]
         return text
@@ -265,5 +268,8 @@ class Generator:
 
 def end_tokens(tokenizer: Any) -> set[int]:
     """The ids that end a text: all special tokens (EOS, padding, end of turn, ...) except the one for unknown words."""
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+    special = set(tokenizer.all_special_ids)
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:  # chat models have some that no attribute names
+            special.add(token)
+    return special - {tokenizer.unk_token_id}

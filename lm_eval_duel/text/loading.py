@@ -69,11 +69,11 @@ def load_scorer(
 
 
 def require_loadable(options: Options) -> tuple[Options, PreTrainedTokenizerBase]:
-    """The options with the ids that the rule takes from the tokenizer, and the tokenizer, once all is checked that
-    needs no weight.
+    """Check everything that needs no weight.
 
     The network is made without its weights, from config.json and the tokenizer; weights on the hub are downloaded. The
-    checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines.
+    checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines. Returns the options
+    with the ids that the rule takes from the tokenizer, and the tokenizer.
 
     Raises:
         DuelError: as `load_scorer`, for what config.json, the tokenizer and the options show to be wrong.
@@ -109,9 +109,8 @@ def _naming_preset(options: Options, checkpoint: Checkpoint) -> Iterator[None]:
     except DuelError as error:
         if options.preset is None or checkpoint.decoder_family is not None:
             raise
-        raise presets.another_network(
-            options.preset, f"this network is refused with it: {error}".rstrip(".")
-        ) from error
+        reason = f"this network is refused with it: {error}"
+        raise presets.another_network(options.preset, reason.rstrip(".")) from error
 
 
 def _described(options: Options, device: str | None) -> Checkpoint:

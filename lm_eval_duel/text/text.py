@@ -64,7 +64,9 @@ class TextEncoder:
     def unk_id(self) -> int | None:
         """The id of text that the tokenizer does not know; None if it has none, or names its end of text (GPT-2)."""
         unk = self.tokenizer.unk_token_id
-        return None if unk in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) else unk
+        if unk in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
+            return None
+        return unk
 
     def unknown(self, windows: Iterable[Window], text: str) -> int:
         """The number of scored tokens that stand for something in `text` that the tokenizer does not know.
@@ -120,11 +122,11 @@ class TextEncoder:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context and its continuation, split as the harness does: both are encoded together, and the
-        context's trailing spaces belong to the continuation.
+        """The ids of a context and its continuation, split as the harness does.
 
-        If a token spans the border, so that the joint ids do not begin with the context's, the continuation is encoded
-        alone and these ids are scored.
+        Both are encoded together, and the context's trailing spaces belong to the continuation. If a token spans the
+        border, so that the joint ids do not begin with the context's, the continuation is encoded alone and these ids
+        are scored.
         """
         context, continuation, _ = split_at_borders(context, continuation)
         if not continuation:
@@ -236,8 +238,10 @@ class TextEncoder:
     def pair(self, context: str, continuation: str) -> Window:
         """The window of a context and its continuation, which may be a Gap or Residues, encoded as the harness does."""
         if isinstance(continuation, Residues):
-            parts = (context, continuation, continuation.suffix)
-            window = self.continuation(*(self.encode_residues(part) for part in parts))
+            before = self.encode_residues(context)
+            inside = self.encode_residues(continuation)
+            after = self.encode_residues(continuation.suffix)
+            window = self.continuation(before, inside, after)
             return dataclasses.replace(window, known=continuation.known)
         if isinstance(continuation, Gap):
             return self.continuation(*self.encode_gap(context, continuation))
@@ -336,9 +340,10 @@ class TextEncoder:
 
     def _without_unseen(self, window: Window) -> Window:
         """A window without its suffix if that begins a block of its own, which no block with a target sees."""
-        if not self.denoiser.by_blocks or window.context or len(window.target) % (self.block or 1):
+        if not self.denoiser.by_blocks or not window.suffix:
             return window
-        return dataclasses.replace(window, suffix=()) if window.suffix else window
+        ends_on_a_border = not window.context and len(window.target) % (self.block or 1) == 0
+        return dataclasses.replace(window, suffix=()) if ends_on_a_border else window
 
 
 def shorter_than_a_block(windows: Iterable[Window], block: int | None) -> str:
@@ -366,9 +371,10 @@ def require_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         at = error.start
+        before = text[max(0, at - 20) : at]
         raise DuelError(
-            f"the text holds a lone surrogate, {text[at]!a} at character {at} (after {text[max(0, at - 20) : at]!a}): "
-            "half of a surrogate pair, which no tokenizer accepts. Repair the text, for example by "
+            f"the text holds a lone surrogate, {text[at]!a} at character {at} (after {before!a}): half of a surrogate "
+            "pair, which no tokenizer accepts. Repair the text, for example by "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
         ) from None
 

@@ -20,7 +20,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.samplers import SampledConfidence
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
-from lm_eval_duel.text.generation import OTHERS, Generator, Settings
+from lm_eval_duel.text.generation import OF_OTHER_BACK_ENDS, Generator, Settings
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
 
 check = functools.partial(golden.check_lines, __file__)
@@ -249,7 +249,7 @@ def test_settings_of_generation():
         lines += [f"    {line}" for line in golden.listed("read", found)]
         lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
     assert Settings().length == 256
-    for name in OTHERS:
+    for name in OF_OTHER_BACK_ENDS:
         accepted = []
         for value in (None, 0, 1, 2, True, False):
             if isinstance(answer(Settings.from_arguments, {name: value}), Settings):
