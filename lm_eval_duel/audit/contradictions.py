@@ -84,7 +84,9 @@ def _over_all_orders(estimator: Estimator, windows: Sequence[CheckedWindow]) -> 
 
     The value is what the estimator's own one is held to: the mean for an ELBO, the best order for a rule.
     """
-    if not isinstance(estimator, DuelEstimator | Elbo) or estimator.denoiser.attention == "causal":
+    if not isinstance(estimator, DuelEstimator | Elbo):
+        return
+    if estimator.denoiser.attention == "causal":  # it has one order
         return
     if estimator.denoiser.noise_training is not None:  # its states depend on the step
         return

@@ -209,7 +209,8 @@ def _two_phase(
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
     """
     make = rule_of(estimator.rule)
-    cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
+    under_cache = estimator.phases["cached"].denoiser
+    cheap = one_row(under_cache, window, estimator.block, estimator.grid)
     if make is None or cheap is None:
         return "an estimate records no order, and the reference does not have the rule"
     noise = nats_tolerance(len(window.target))

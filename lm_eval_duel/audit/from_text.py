@@ -48,14 +48,7 @@ class FromText:
     alone: int = 0  # windows that the reference did not compute
     problems: list[str] = dataclasses.field(default_factory=list)
 
-    def add(
-        self,
-        name: str,
-        doc: Mapping[str, Any],
-        text: str,
-        windows: Sequence[Window],
-        nats: float,
-    ) -> None:
+    def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
         ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
         if isinstance(text, TokenText):  # its task has made the row
@@ -122,7 +115,9 @@ class FromText:
         """A metric from the counts and the sum."""
         count, _ = self.counts[metric]
         nats_per_unit = -self.log_prob / count
-        return nats_per_unit / math.log(2) if metric == "bits_per_byte" else perplexity(nats_per_unit)
+        if metric == "bits_per_byte":
+            return nats_per_unit / math.log(2)
+        return perplexity(nats_per_unit)
 
     def differing(self, printed: Mapping[str, float]) -> list[str]:
         """The differences from the numbers that the task prints, as text."""
@@ -183,7 +178,8 @@ class FromText:
         ]
         for metric in self.counts:
             if metric in printed:
-                lines.append(f"  {metric:<17} {self.value(metric):>14.4f}   printed {printed[metric]:>14.4f}")
+                value = self.value(metric)
+                lines.append(f"  {metric:<17} {value:>14.4f}   printed {printed[metric]:>14.4f}")
         lines.append(f"  a unigram of these texts has a token perplexity of {self.unigram:.4f}")
         return lines
 

@@ -133,7 +133,7 @@ def _own_code(options: Options, denoiser: Denoiser, device: str | None) -> Compa
     model_class = type(getattr(denoiser, "model", None))
     if model_class.__module__.startswith("transformers_modules"):
         raise NotRun("the run itself has the network of the checkpoint's own code")
-    with theirs():
+    with foreign_code():
         model = load_own_class(options.pretrained or BUNDLED, device, options.network)
     deviations = compared_rows(denoiser, lambda *row: OwnRow(model, *row))
     is_half = next(model.parameters()).dtype.itemsize < 4
@@ -218,7 +218,7 @@ def _folder(options: Options) -> str:
             raise NotRun(f"{argument} changes the network")
     name = resolve(options.pretrained or BUNDLED)
     revision = options.network.get("revision") or "main"
-    with theirs():
+    with foreign_code():
         return hub.local_folder(name, revision)
 
 
@@ -227,7 +227,7 @@ class NotRun(Exception):
 
 
 @contextlib.contextmanager
-def theirs() -> Iterator[None]:
+def foreign_code() -> Iterator[None]:
     """Raise NotRun for whatever the code of others raises in here."""
     try:
         yield
@@ -449,7 +449,7 @@ class OwnRow(OtherProgram):
             arguments["attention_mask"] = mask[None, None]
             arguments["position_ids"] = torch.arange(len(shown), device=shown.device)[None]
 
-        with theirs():
+        with foreign_code():
             out = self.model(**arguments)
         if not isinstance(out, torch.Tensor | tuple):
             out = out.logits

@@ -29,17 +29,13 @@ class OneRow:
     """`denoiser` for one window; `block` and `grid` as in an estimator.
 
     `x`, `blocks`, `m` and `relative_positions` are the arguments of `reference.log_likelihood`, besides this network
-    and a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two. `unlike`: by how much
-    the logits of a row of masks differ between positions, in their standard deviations; None if there was no such row.
+    and a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two.
+
+    `difference_under_masks`: by how much the logits of a row of masks differ between positions, in their standard
+    deviations; None if there was no such row.
     """
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        window: Window,
-        block: int | None,
-        grid: str,
-    ):
+    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
         self.denoiser = denoiser
         self.block = block
         self.relative_positions = denoiser.relative_positions
@@ -54,11 +50,12 @@ class OneRow:
         # blocks are counted from here, and hold the target positions that are not known
         self.zero = 0 if grid == "row" and block is not None else self.origin
         self.known = [self.origin + index for index in window.known]
-        self.scored = [column for column in range(self.origin, self.end) if column not in self.known]
+        target = range(self.origin, self.end)
+        self.scored = [column for column in target if column not in self.known]
         self.blocks: Sequence[Sequence[int]] = reference.cut(self.scored, block, self.zero)
 
         self.inputs: torch.Tensor | None = None
-        self.unlike: float | None = None
+        self.difference_under_masks: float | None = None
         self._causal: torch.Tensor | None = None  # (L, V)
 
     def path(self, F: reference.Rule) -> reference.Path:
@@ -81,7 +78,7 @@ class OneRow:
             block = logits[list(self.blocks[0])][:, ~excluded]  # (W, V)
             block = block.nan_to_num(neginf=0.0)
             largest = (block - block[0]).abs().max()
-            self.unlike = float(largest / block.std().clamp(min=1e-12))
+            self.difference_under_masks = float(largest / block.std().clamp(min=1e-12))
         return logits.masked_fill(excluded, -math.inf)
 
     def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,8 @@ SMDM = {
     "up": _H + "mlp.swiglu.w2",
     "down": _H + "mlp.swiglu.w3",
 }
-NEMOTRON = {name: key.replace("model.", "encoder.", 1) for name, key in NATIVE.items()} | {"head": "diffusion_head"}
+NEMOTRON = {name: key.replace("model.", "encoder.", 1) for name, key in NATIVE.items()}
+NEMOTRON["head"] = "diffusion_head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,6 +442,10 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
     if share is None:  # some configs with `rope_parameters` have it outside
         share = first(config, "partial_rotary_factor", default=1.0)
 
+    usual_eps = 1e-5 if keys in (LLADA, SMDM) else 1e-6
+    normalises = first(config, "norm_topk_prob", default=False)
+    if "LLaDAMoE" in architectures:  # its code ignores the entry
+        normalises = False
     heads = first(config, "num_attention_heads", "n_heads", "n_head")
     width = w[f"{keys['table']}.weight"].shape[1]
     return Net(
@@ -451,14 +456,14 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
         keys=keys,
         grouped=keys is SMDM,
         theta=first(rotary, "rope_theta", default=10_000.0),
-        eps=first(config, "rms_norm_eps", "norm_eps", default=1e-5 if keys in (LLADA, SMDM) else 1e-6),
+        eps=first(config, "rms_norm_eps", "norm_eps", default=usual_eps),
         rotary_share=share,
         rope_scaling=None if scaled_as == "default" else {**scaling, "rope_type": scaled_as},
         capacity=first(config, "expert_capacity", default=0),
         routing_block=block or 0,
         experts=first(config, "num_experts", "n_routed_experts", default=0),
         chosen=first(config, "num_experts_per_tok", default=0),
-        normalised=first(config, "norm_topk_prob", default=False) and "LLaDAMoE" not in architectures,
+        normalised=normalises,
         groups=first(config, "n_group", default=0),
         groups_kept=first(config, "topk_group", default=0),
         scale=first(config, "routed_scaling_factor", default=1.0),

@@ -25,8 +25,8 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.duel_seeds import DuelSeeds
 
 # Standard deviations by which the logits of a row of masks differ between positions.
-UNLIKE = 0.01  # above this, it is no float noise
-ALIKE = 1e-4  # below this, it is nothing else
+NOT_NOISE = 0.01  # above this, it is no float noise
+NOISE_ALONE = 1e-4  # below this, it is nothing else
 
 
 def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
@@ -68,11 +68,12 @@ def _alone(estimator: Estimator, window: Window, why: str) -> Recomputed:
 
 def _wrong_tie(network: OneRow) -> list[str]:
     """A problem if the logits of a row of masks contradict `relative_positions`."""
-    if network.unlike is None:  # there was no such row
+    difference = network.difference_under_masks
+    if difference is None:  # there was no such row
         return []
-    logits = f"the logits of a row of masks differ by {network.unlike:.2g} standard deviations between positions"
-    if network.relative_positions and network.unlike > UNLIKE:
+    logits = f"the logits of a row of masks differ by {difference:.2g} standard deviations between positions"
+    if network.relative_positions and difference > NOT_NOISE:
         return [f"{logits}, but count as equal"]
-    if not network.relative_positions and 0 < network.unlike < ALIKE:
+    if not network.relative_positions and 0 < difference < NOISE_ALONE:
         return [f"{logits}, but do not count as equal"]
     return []

@@ -80,7 +80,8 @@ def along_the_order(
 
     nats = [path.log_p.get(ell, 0.0) for ell in target]  # 0: known positions, which are not scored
     problems = _differing_tokens(nats, score)
-    if followed.is_greedy != score.is_greedy and not (followed.is_greedy and followed.top_tokens_tie):
+    is_either = followed.is_greedy and followed.top_tokens_tie  # argmax may decide both ways
+    if followed.is_greedy != score.is_greedy and not is_either:
         problems.append(f"is_greedy is {score.is_greedy}")
     if score.nfe is not None and score.nfe != len(path.sigma) and not may_pick_none:
         problems.append(f"its order has {len(path.sigma)} steps, not {score.nfe}")
@@ -97,8 +98,9 @@ def _differing_tokens(nats: Sequence[float], score: Score) -> list[str]:
     """The token that differs most from the reference's nats, if it does; and the sum of the run's tokens."""
     noise = nats_tolerance(len(nats))
     problems = []
-    worst = max(range(len(nats)), key=lambda n: distance(nats[n], score.token_logprobs[n]))
-    if distance(nats[worst], score.token_logprobs[worst]) > noise:
+    distances = [distance(again, run) for again, run in zip(nats, score.token_logprobs, strict=True)]
+    worst = distances.index(max(distances))
+    if distances[worst] > noise:
         problems.append(f"token {worst} has {score.token_logprobs[worst]:.4f} nats, not {nats[worst]:.4f}")
     total = math.fsum(score.token_logprobs)
     if distance(total, score.log_prob) > noise:

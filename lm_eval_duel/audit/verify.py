@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-COMPANY = "other texts (not audited)"  # the task of requests that are scored beside those of an audit
+OTHER_TEXTS = "other texts (not audited)"  # the task of requests that are scored beside those of an audit
 
 
 class Verification:
@@ -104,7 +104,7 @@ class Verification:
         estimator = float32_estimator(self.options, text, self.device)
         drawn = []
         for index, part in sorted(self.scores):
-            if requests[index].task_name != COMPANY:
+            if requests[index].task_name != OTHER_TEXTS:
                 drawn.append((index, part))
         shown = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         for index, part in tqdm(drawn, "Scoring windows again", unit="window", **shown):

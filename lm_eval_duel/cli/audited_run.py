@@ -20,7 +20,7 @@ from lm_eval_duel.audit import network_check
 from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
 from lm_eval_duel.audit.contradictions import Held, contradictions
 from lm_eval_duel.audit.from_text import FromText
-from lm_eval_duel.audit.verify import COMPANY
+from lm_eval_duel.audit.verify import OTHER_TEXTS
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.errors import counted, documentation
@@ -274,7 +274,7 @@ def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]
     kind = audited_requests[0].request_type
     requests = []
     for n, each in enumerate(arguments):
-        requests.append(make_request(kind, {}, each, COMPANY, n))
+        requests.append(make_request(kind, {}, each, OTHER_TEXTS, n))
     return requests
 
 

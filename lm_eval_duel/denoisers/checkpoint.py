@@ -116,7 +116,8 @@ class Checkpoint:
     @property
     def decoder_family(self) -> str | None:
         """The name of its family, if it is one of decoders that is run natively and not autoregressively."""
-        if self.family is None or self.options.attention == "causal" or self.options.backend == "remote":
+        is_run_otherwise = self.options.attention == "causal" or self.options.backend == "remote"
+        if self.family is None or is_run_otherwise:
             return None
         return self.family.name
 

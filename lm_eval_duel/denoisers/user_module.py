@@ -73,7 +73,13 @@ def evaluating(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
         # its cache of cast weights would outlive this block, without their gradients
-        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False))
+        mixed_precision = torch.autocast(
+            device.type,
+            autocast,
+            enabled=autocast is not None,
+            cache_enabled=False,
+        )
+        stack.enter_context(mixed_precision)
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:

@@ -22,8 +22,8 @@ log = logging.getLogger("lm_eval.duel_mdm")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  # at least one of them
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
 TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
-USUAL = ("a", "A", "the", "0")
-TRIED = 1000  # ordinary tokens that are tried as texts
+SHORT_TEXTS = ("a", "A", "the", "0")  # likely to be ordinary tokens
+TRIED = 1000  # ordinary tokens that are tried as texts after them
 PADDING = 128  # embeddings are padded by up to this many columns, for speed
 
 Ids: TypeAlias = tuple[int, ...]
@@ -57,11 +57,11 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
 
 def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
     """The tokenizer that transformers reads; raises its errors, and DuelError if there is none in a folder."""
+    options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoTokenizer.from_pretrained(path, **options)
     except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
-        empty = PretrainedConfig()
-        return AutoTokenizer.from_pretrained(path, config=empty, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
     except Exception:
         if os.path.isdir(path) and not has_tokenizer(path, revision):
             raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
@@ -207,7 +207,7 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _texts(tokenizer: Any) -> Iterator[str]:
     """Texts that are likely to have ordinary tokens in this vocabulary."""
-    yield from USUAL
+    yield from SHORT_TEXTS
     special = set(tokenizer.all_special_ids)
     ordinary = set(tokenizer.get_vocab().values()) - special
     for token in sorted(ordinary)[:TRIED]:

@@ -98,7 +98,9 @@ def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
     prompts: list[Prompt] = []
     tasks_of: dict[str, list[str]] = {}  # of each warning: the tasks that it is about
     cut_before = evaluation.text.cut_contexts
-    spec = fingerprint.digest(generation_spec(evaluation)) if evaluation.store is not None else ""
+    spec = ""  # it is part of the keys of a response cache
+    if evaluation.store is not None:
+        spec = fingerprint.digest(generation_spec(evaluation))
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):

@@ -218,8 +218,9 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
     original(tracker, results=written, **options)
     for name in written.keys() - results.keys():  # entries that lm-eval has added
         results[name] = written[name]
-    tasks_and_groups = [*results.get("results", {}).values(), *results.get("groups", {}).values()]
-    for entries in tasks_and_groups:
+    of_tasks = results.get("results", {})
+    of_groups = results.get("groups", {})
+    for entries in (*of_tasks.values(), *of_groups.values()):
         for name, value in entries.items():
             if isinstance(value, float) and abs(value) >= LARGE:
                 entries[name] = LargeNumber(value)  # the table is printed after this

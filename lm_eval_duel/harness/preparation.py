@@ -86,7 +86,8 @@ def _check_arguments(config: EvaluatorConfig) -> None:
         )
     if config.output_path:
         output = Path(config.output_path)
-        FLAGS["out"].read("--output_path", str(output.parent if output.suffix == ".json" else output))
+        folder = output.parent if output.suffix == ".json" else output
+        FLAGS["out"].read("--output_path", str(folder))
 
 
 def _seed(seeds: Any) -> None:

@@ -207,7 +207,8 @@ class Evaluation:
         where = "results files"
         if self.store is not None:
             where = f"{self.store.path}, which are kept and not used any more, and those in results files"
-        digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
+        spec = fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text)
+        digest = fingerprint.digest(spec)
         return f"Discard all answers with the fingerprint {digest} in {where}."
 
     def _saved(self, progress: Progress) -> str:

@@ -412,8 +412,10 @@ def require_same_args(path: Path, options: Options) -> None:
     if not isinstance(stored, dict):
         return  # it is empty, or refused when it is opened
     ours = {"estimator": options.estimator, "windows": options.windows}
-    if registry.find(options.estimator).follows_rule and stored.get("rule") != str(SeedFirst(options.rule)):
-        ours["rule"] = str(options.rule)  # some networks are scored with `SeedFirst` around it
+    follows_rule = registry.find(options.estimator).follows_rule
+    wrapped = str(SeedFirst(options.rule))  # some networks are scored with it
+    if follows_rule and stored.get("rule") != wrapped:
+        ours["rule"] = str(options.rule)
     if isinstance(options.block, int) and "block" in stored:
         ours["block"] = str(options.block)
     theirs = {key: stored.get(key) for key in ours}

@@ -350,7 +350,8 @@ def lm1b(text: str) -> str:
 
 def lambada(text: str) -> str:
     """A passage of OpenAI's LAMBADA: straight double quotes, and a line break before each passage."""
-    return "\n" + re.sub("[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]", '"', text).strip()
+    curly_quotes = "[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]"
+    return "\n" + re.sub(curly_quotes, '"', text).strip()
 
 
 def scientific(text: str) -> str:

@@ -139,7 +139,9 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     patterns = metadata.files_of(settings, task)
-    documents = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False), "--metadata field=")
+    field = settings.get("field", "text")
+    lines = settings.get("lines", False)
+    documents = files.texts(patterns, field, lines, "--metadata field=")
     return [document.text for document in documents]
 
 

@@ -44,7 +44,8 @@ class Gaps(GuardedTask):
         Models that join context and gap are refused before they score anything (see `Gap`); others are refused here.
         """
         log_probs = [log_prob for log_prob, _ in results]
-        if doc["suffix"] and not all(getattr(log_prob, "sees_suffix", False) for log_prob in log_probs):
+        saw_suffix = all(getattr(log_prob, "sees_suffix", False) for log_prob in log_probs)
+        if doc["suffix"] and not saw_suffix:
             raise DuelError(f"Task {self.config.task} {BLIND}")
         metrics = super().process_results(doc, results)
         # Bounds and estimates of the options give no probabilities of a choice. Plain floats of other models are exact.

@@ -180,15 +180,18 @@ def _ignored_sampling(given: GenerationArguments) -> str:
     """A note on settings of sampling that have no effect, since nothing is sampled; empty if there is none."""
     if given.do_sample and given.temperature == 0:
         return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
+    without_effect = {"temperature": (None, 0, 1), "top_k": (None, 0), "top_p": (None, 1)}
     ignored = []
-    for name, usual in (("temperature", (None, 0, 1)), ("top_k", (None, 0)), ("top_p", (None, 1))):
+    for name, values in without_effect.items():
         value = getattr(given, name)
-        if value not in usual:
+        if value not in values:
             ignored.append(f"{name}={fingerprint.number(value)}")
     if not ignored:
         return ""
     verb = "have" if len(ignored) > 1 else "has"
-    because = "do_sample is false" if given.do_sample is False else "neither do_sample nor a temperature above 0 is set"
+    because = "neither do_sample nor a temperature above 0 is set"
+    if given.do_sample is False:
+        because = "do_sample is false"
     return (
         f"{' and '.join(ignored)} {verb} no effect, since {because}: the most probable token is taken at every pick. "
         "To sample, set do_sample: true"

@@ -252,7 +252,7 @@ def test_a_comparison_of_drawn_windows(off, coarse, fails_at, monkeypatch, caplo
     requests = [
         SimpleNamespace(task_name="task", doc_id=10, idx=0),
         SimpleNamespace(task_name="task", doc_id=11, idx=1),
-        SimpleNamespace(task_name=verify.COMPANY, doc_id=12, idx=2),
+        SimpleNamespace(task_name=verify.OTHER_TEXTS, doc_id=12, idx=2),
         SimpleNamespace(task_name="other", doc_id=13, idx=3),
     ]
     for request in (3, 1, 2, 0):

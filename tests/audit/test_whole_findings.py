@@ -150,7 +150,7 @@ def test_an_infinite_difference_is_null():
 )
 def test_whether_a_row_of_masks_ties(relative, unlike, wrong):
     """Under relative positions it does; `unlike`: how far its predictions differ from each other."""
-    problems = _wrong_tie(SimpleNamespace(relative_positions=relative, unlike=unlike))
+    problems = _wrong_tie(SimpleNamespace(relative_positions=relative, difference_under_masks=unlike))
 
     assert bool(problems) == wrong
     if wrong:

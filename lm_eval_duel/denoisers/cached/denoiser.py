@@ -212,7 +212,8 @@ class CachedView(View):
         fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
         ids, _, real = self._input(fresh)  # (P, L) each
         position = torch.arange(blocks.masked.shape[1], device=ids.device)  # (W,)
-        columns = (blocks.start[:, None] + position - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
+        predicted_at = blocks.start[:, None] + position - self.denoiser.shift  # (P, W)
+        columns = predicted_at.clamp(0, ids.shape[1] - 1)
         features, layers = self.denoiser.begin(ids, self._padding(real), columns)
         self.forwards += 1
         self.evaluated += len(ids)

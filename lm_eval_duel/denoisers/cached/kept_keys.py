@@ -173,24 +173,24 @@ class Attentions:
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         length = ids.shape[1]
-        self._look(length)
+        self._learn_patterns(length)
         positions = torch.arange(length, device=ids.device)[None]  # (1, L)
-        with _Listening() as heard:
+        with _AttentionRecorder() as recorded:
             features = self._features(ids, real, positions)
-        self._require(len(heard.new) == len(self._patterns))
-        return take(features, columns), heard.new
+        self._require(len(recorded.new) == len(self._patterns))
+        return take(features, columns), recorded.new
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        self._look(int(step.places.max()) + 1)
+        self._learn_patterns(int(step.places.max()) + 1)
         masks: dict[int, torch.Tensor | None] = {}  # most layers have the same pattern, so they share a mask
         of_layers = []
         for pattern in self._patterns:
             if id(pattern) not in masks:
                 masks[id(pattern)] = _mask(pattern, step)
             of_layers.append(masks[id(pattern)])
-        with _Splicing(step.past, of_layers) as spliced:
+        with _KeyInserter(step.past, of_layers) as inserted:
             features = self._features(ids, None, step.positions)
-        self._require(spliced.layer == len(step.past))
+        self._require(inserted.layer == len(step.past))
         return take(features, step.columns)
 
     def _features(
@@ -202,7 +202,7 @@ class Attentions:
         position_ids = (positions + self.first).expand_as(ids)
         return self.plain.features(ids, real, position_ids=position_ids)
 
-    def _look(self, length: int) -> None:
+    def _learn_patterns(self, length: int) -> None:
         """Learn which positions each layer lets a position see, from a row of `length` without padding."""
         if length <= self._length:
             return
@@ -210,14 +210,14 @@ class Attentions:
         self._length = min(max(length, 2 * self._length), self.plain.max_length)
         row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
         positions = torch.arange(self._length, device=row.device)[None]  # (1, L)
-        with _Listening() as heard:
+        with _AttentionRecorder() as recorded:
             self._features(row, None, positions)
-        self._require(bool(heard.new))
+        self._require(bool(recorded.new))
         # transformers makes one mask for all layers of a kind, so the object tells which layers see the same
         patterns: dict[int, torch.Tensor | None] = {}
-        for mask in heard.masks:
+        for mask in recorded.masks:
             patterns.setdefault(id(mask), _pattern(mask))
-        self._patterns = [patterns[id(mask)] for mask in heard.masks]
+        self._patterns = [patterns[id(mask)] for mask in recorded.masks]
 
     def _require(self, as_expected: bool) -> None:
         if not as_expected:
@@ -228,7 +228,7 @@ class NotSteered(Exception):
     """A network's attention cannot be intercepted; the message is the reason."""
 
 
-class _Listening(TorchFunctionMode):
+class _AttentionRecorder(TorchFunctionMode):
     """Records the keys, values and mask of each attention call of a forward."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class _Listening(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-class _Splicing(TorchFunctionMode):
+class _KeyInserter(TorchFunctionMode):
     """Adds the kept keys and values, and a mask, to each attention call of a forward."""
 
     def __init__(self, past: list[KeysValues], masks: list[torch.Tensor | None]):

@@ -100,7 +100,7 @@ class DiTDenoiser(Denoiser):
         return self
 
     def take(self, network: DiT) -> None:
-        """Give it its network, in eval mode; on the meta device it has no weights yet."""
+        """Take a network, in eval mode; on the meta device it has no weights yet."""
         self.network = network
         self.device = network.vocab_embed.embedding.device
         if self.device.type != "meta":
@@ -230,7 +230,8 @@ class SEDD(Timed):
         return -torch.log1p(-t * (1 - NOISE_EPS))
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), "sigma": f"{self.sigma}, of the masked share of the {self.counted}"}
+        sigma = f"{self.sigma}, of the masked share of the {self.counted}"
+        return {**super().describe(), "sigma": sigma}
 
 
 class TimedView(View):
@@ -302,7 +303,8 @@ class GIDD(Timed):
     def describe(self) -> dict[str, object]:
         if self.noise_training is not None:
             return super().describe()
-        return {**super().describe(), "time": f"masked share of the {self.counted}, in {self.times}"}
+        time = f"masked share of the {self.counted}, in {self.times}"
+        return {**super().describe(), "time": time}
 
 
 class NoisedDiT(Timed):
@@ -314,7 +316,8 @@ class NoisedDiT(Timed):
     def __init__(self, *network: Any):
         super().__init__(*network)
         note = f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
-        self.noise_training = NoiseTraining(Uniform(int((~self.excluded).sum())), "plugin", None, note=note)
+        noise = Uniform(int((~self.excluded).sum()))
+        self.noise_training = NoiseTraining(noise, "plugin", None, note=note)
         self.published_block = None
 
     def noise_level(self, t: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,11 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, condition: int):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, condition), nn.SiLU(), nn.Linear(condition, condition))
+        self.mlp = nn.Sequential(
+            nn.Linear(FREQUENCIES, condition),
+            nn.SiLU(),
+            nn.Linear(condition, condition),
+        )
 
     def forward(self, sigma: torch.Tensor) -> torch.Tensor:
         half = FREQUENCIES // 2
@@ -95,7 +99,11 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, bias=False)
         self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
         self.adaLN_modulation = nn.Linear(config.condition, 6 * width) if config.adaptive else None
 
     def split(self, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:

@@ -304,13 +304,13 @@ class CommitOnceView(View):
 
     def __init__(self, denoiser: Canvases, rows: Rows):
         super().__init__(denoiser, rows)
-        self.how = denoiser.commit_once
+        self.sampler = denoiser.commit_once
         self._prefixes: dict[tuple[int, ...], Any] = {}  # keys and values, by the clean tokens
         self._clean: dict[tuple[int, int], tuple[int, ...]] = {}  # the clean tokens before a column of a row
 
     @property
     def carries(self) -> int:  # type: ignore[override]
-        if not self.how.self_conditioning:
+        if not self.sampler.self_conditioning:
             return 0
         return int(self.denoiser.model_config.text_config.hidden_size)
 
@@ -328,18 +328,18 @@ class CommitOnceView(View):
         noisy = masked_tokens(noise, self._tokens, None, share, keys)  # (R, W)
         canvases = torch.where(shows_noise, noisy, lanes.tokens.clamp(min=0))  # (R, W)
         every = self._decoded(lanes, canvases, self._signal(lanes))  # (R, W, D)
-        carried = (every,) if self.how.self_conditioning else ()
+        carried = (every,) if self.sampler.self_conditioning else ()
 
         lane, position = lanes.masked_at  # (C,) each
         features = every[lane, position]  # (C, D)
-        temperature = self.how.temperature(lanes.step)[lane]  # (C,)
+        temperature = self.sampler.temperature(lanes.step)[lane]  # (C,)
         shift = torch.zeros_like(temperature)  # (C,) of the logit of the position's own noise token
-        if self.how.leave_one_out:
+        if self.sampler.leave_one_out:
             t = share[:, None]  # (R, 1)
             level = noise.level(t, 1 - t)
             no_mask = torch.zeros_like(t, dtype=torch.bool)
             shift = as_plugin(level, no_mask)[lane, 0]
-        if self.how.leave_one_out or self.how.temperatures is not None:
+        if self.sampler.leave_one_out or self.sampler.temperatures is not None:
             # Rules and scores call the head with features alone, so what it needs besides them is appended.
             shown = canvases[lane, position].double()  # (C,)
             appended = torch.stack([shown, shift, temperature], 1)  # (C, 3)
@@ -354,7 +354,7 @@ class CommitOnceView(View):
         if not lanes.carried or not later.any():
             return None
         before = lanes.carried[0]  # (R, W, D)
-        temperature = self.how.temperature(lanes.step[later] - 1)  # (r,) of the step before
+        temperature = self.sampler.temperature(lanes.step[later] - 1)  # (r,) of the step before
         signal = torch.zeros_like(before)
         signal[later] = self.denoiser.signal(before[later], temperature)
         return signal

@@ -46,7 +46,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 MASKED_LM = Family("masked-lm", "", bos="auto")
 CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
-SAME = ("EsmForDPLM", "AntiBERTy")  # classes of others that are transformers' own network
+SAME_NETWORK = ("EsmForDPLM", "AntiBERTy")  # classes of others that are a class of transformers under another name
 READ_ELSEWHERE = ("mask_token_id", "rope_theta", "rope_scaling", "hidden_act", "dplm_type")
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 # Errors of a class that is divided where it cannot be
@@ -68,7 +68,7 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
             raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
     native = MODEL_FOR_MASKED_LM_MAPPING[config_class]
-    require_known(config, options.name, native.__name__, SAME)
+    require_known(config, options.name, native.__name__, SAME_NETWORK)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
@@ -80,7 +80,7 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
     denoiser.kind = AutoModelForMaskedLM
     denoiser.model_config = model_config
     # A config of transformers' own class holds what that class reads. One of another class may hold more.
-    is_of_another_class = bool(config.get("auto_map")) or not {*SAME}.isdisjoint(architectures)
+    is_of_another_class = bool(config.get("auto_map")) or not {*SAME_NETWORK}.isdisjoint(architectures)
     if is_of_another_class:
         parameters = inspect.signature(config_class).parameters
         read = {*parameters, *model_config.attribute_map, *READ_ELSEWHERE}

@@ -54,7 +54,7 @@ class Pretrained(Denoiser):
     model: Any
     kind: Any  # the class of its network, or an Auto class
     model_config: Any  # of transformers
-    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
+    refuses = True  # a failed self-test raises an error; if False, they only detect what numbers depend on
 
     def __init__(self, checkpoint: Checkpoint, rows: int | None):
         """`rows`: of the embedding, if known. Without a tokenizer, a subclass sets the tokens."""
@@ -96,7 +96,7 @@ class Pretrained(Denoiser):
         return self
 
     def take(self, model: Any) -> None:
-        """Give it its network, in eval mode."""
+        """Take a network with its weights, in eval mode."""
         self.model = model
         self.device = device_of(model)
         self.quantized = is_quantized(model)
@@ -298,7 +298,8 @@ def load_model(
     Raises:
         DuelError: A tensor is missing or has another shape, or a file is broken.
     """
-    if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
+    adapter = cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET)
+    if adapter is not None:  # transformers would load it as well
         raise DuelError(
             f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "
             "adapter's files, and pass peft=<their folder> to add it."
