@@ -116,7 +116,11 @@ def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[l
         denoiser = denoiser.plain
     denoiser = copy.copy(denoiser)
     denoiser.filters = ()  # other programs for the network have no temperature and no top_k
-    checks = {"own code": _own_code, "written out": _plain, "weights": _weights}
+    checks: dict[str, Callable[[Options, Denoiser, str | None], Finding]] = {
+        "own code": _own_code,
+        "written out": _plain,
+        "weights": _weights,
+    }
     findings: list[Finding] = []
     reasons = []
     for name, check in checks.items():
@@ -412,12 +416,7 @@ class OtherProgram(OneRow, abc.ABC):
     def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
         return features[:, : self.denoiser.vocab_size]
 
-    def seen(
-        self,
-        denoiser: Denoiser,
-        column: torch.Tensor,
-        begin: int,
-    ) -> torch.Tensor | None:
+    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
         """The columns that each column attends to, (L, L) bool; None if the program knows by itself."""
         if not denoiser.by_blocks:
             return None
@@ -453,15 +452,10 @@ class OwnRow(OtherProgram):
             out = self.model(**arguments)
         if not isinstance(out, torch.Tensor | tuple):
             out = out.logits
-        [logits] = out[0] if isinstance(out, tuple) else out
-        return logits
+        logits: torch.Tensor = out[0] if isinstance(out, tuple) else out  # (1, L, V)
+        return logits[0]
 
-    def seen(
-        self,
-        denoiser: Denoiser,
-        column: torch.Tensor,
-        begin: int,
-    ) -> torch.Tensor | None:
+    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
         model_class = type(self.model)
         native = model_class.__module__.startswith("transformers.")
         is_causal = native and model_class.__name__.endswith(DECODERS)  # unless a mask says otherwise

@@ -118,12 +118,11 @@ class OneRow:
     def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
         """The input of the LM head (L, D) of the row."""
         if not denoiser.by_blocks:
-            [features] = denoiser.features(shown[None], None)
-            return features
+            return denoiser.features(shown[None], None)[0]
         column = torch.arange(len(shown), device=shown.device)  # (L,)
         seen = self.attended(denoiser, column, begin)
-        [features], _ = denoiser.stream(shown[None], column[None], seen[None], None)
-        return features
+        features, _ = denoiser.stream(shown[None], column[None], seen[None], None)
+        return features[0]
 
     def attended(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor:
         """The columns that each of `column` (L,) attends to in a network that works by blocks, (L, L) bool."""

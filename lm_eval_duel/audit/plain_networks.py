@@ -264,7 +264,8 @@ class DecoderForward:
         best = of_groups.topk(net.groups_kept).indices
         allowed = torch.zeros(of_groups.shape, dtype=torch.bool).scatter(1, best, True)
         among_allowed = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(1)
-        return among_allowed.topk(net.chosen).indices
+        chosen: Tensor = among_allowed.topk(net.chosen).indices
+        return chosen
 
     def by_block(self, biased: Tensor) -> Tensor:
         """The experts of each position (L, chosen): a block allows the best by their maximum, ties from the lowest."""

@@ -66,8 +66,7 @@ class OtherRow(OneRow):
         if isinstance(denoiser, Timed):
             share = self._masked_share(denoiser, shown)
             noise_level = denoiser.noise_inputs(share[None])
-            [features] = denoiser.features(shown[None], None, **noise_level)
-            return features
+            return denoiser.features(shown[None], None, **noise_level)[0]
         return super().features(denoiser, shown, begin)
 
     def _masked_share(self, denoiser: Denoiser, shown: torch.Tensor) -> torch.Tensor:
@@ -88,9 +87,9 @@ class OtherRow(OneRow):
         _, stop = self.span(first)
         start = z.clone()  # the row as the block began
         start[first:stop] = self.m
-        [features], layers = denoiser.begin(start[None], None, column)  # (L, D)
+        features, layers = denoiser.begin(start[None], None, column)  # (1, L, D)
         if torch.equal(z, start):
-            return features
+            return features[0]
 
         last = stop if denoiser.cache == "dual" else len(z)
         evaluated = (column >= begin) & (column < last)  # (1, L)
@@ -107,9 +106,8 @@ class OtherRow(OneRow):
             places=torch.cat([outside, inside])[None],
             columns=(inside - begin)[None],
         )
-        [evaluated_features] = denoiser.step(z[inside][None], step)  # (Q, D)
-        row = torch.full_like(features, math.nan)
-        row[inside] = evaluated_features
+        row = torch.full_like(features[0], math.nan)  # (L, D)
+        row[inside] = denoiser.step(z[inside][None], step)[0]
         return row
 
 
