@@ -32,24 +32,32 @@ WINDOWS = [
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
 def test_one_forward_a_window_and_the_head_at_scored_positions_only(family, name):
     denoiser = family(name).denoiser
-    heads = []
     duel = DuelEstimator(denoiser, "left_to_right", "auto", batch_size=1)
-    head = denoiser.model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda *call: heads.append(call[2][..., 0].numel()))
-    assert [scored.nfe for scored in duel.log_prob(WINDOWS)] == [len(window.target) for window in WINDOWS]
+    targets = [len(window.target) for window in WINDOWS]
+    evaluated = []
+
+    def count(module, inputs, logits):
+        evaluated.append(logits[..., 0].numel())
+
+    hook = denoiser.model.get_output_embeddings().register_forward_hook(count)
+    scores = duel.log_prob(WINDOWS)
     hook.remove()
-    assert duel.counts.forwards == duel.counts.rows == len(WINDOWS)
-    assert sum(heads) == sum(len(window.target) for window in WINDOWS)
+
+    assert [score.nfe for score in scores] == targets
+    assert duel.counts.forwards == len(WINDOWS)
+    assert duel.counts.rows == len(WINDOWS)
+    assert sum(evaluated) == sum(targets)
 
 
 def test_a_head_that_cannot_be_split_off_runs_with_the_rest(family, monkeypatch):
     right = family("gemma2")
     monkeypatch.setattr(own_forward, "layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
     denoiser = load(right.path, right.options)
-    assert not denoiser.splits_head and denoiser.layers is denoiser.model
-    same_scores(
-        *(DuelEstimator(each, "left_to_right", "auto").log_prob(WINDOWS) for each in (denoiser, right.denoiser))
-    )
+    assert not denoiser.splits_head
+    assert denoiser.layers is denoiser.model
+
+    scores = DuelEstimator(denoiser, "left_to_right", "auto").log_prob(WINDOWS)
+    same_scores(scores, DuelEstimator(right.denoiser, "left_to_right", "auto").log_prob(WINDOWS))
 
 
 # ---------------------------------------------------------------- what is refused
@@ -80,32 +88,41 @@ def test_what_is_refused(tmp_path):
     for name in (tiny.checkpoint(tmp_path, "bert"), "demo-mdm", "demo-bd"):
         with pytest.raises(DuelError, match=r"not (autoregressive|causal)"):
             denoisers.load(name, device="cpu", attention="causal")
+
     path, options = written(tmp_path, "bloom")
     tiny.tokenizer(mask=False, length=int(1e30)).save_pretrained(path)
     with pytest.raises(DuelError, match="max_length"):
         load(path, options)
     assert load(path, options, max_length=48).max_length == 48
+
     denoiser = load(*written(tmp_path, "llama"))
     with torch.no_grad():
         denoiser.model.model.embed_tokens.weight[12] = float("nan")
     duel = DuelEstimator(denoiser, "left_to_right", "auto")
-    assert math.isfinite(duel.log_prob([Window((2, 6), (7, 9, 12))])[0].log_prob)
+    [last_token_is_nan] = duel.log_prob([Window((2, 6), (7, 9, 12))])
+    assert math.isfinite(last_token_is_nan.log_prob)
     with pytest.raises(NotFinite, match="Window 0, "):
         duel.log_prob([Window((2, 6), (7, 12, 9))])
 
 
 def test_a_class_that_is_not_the_one_in_the_config(family, tmp_path, caplog):
     """No code of a checkpoint is run; transformers' class stands for its own only where they have one name."""
-    right = DuelEstimator(family("llama").denoiser, "left_to_right", "auto").log_prob(WINDOWS)
+    expected = DuelEstimator(family("llama").denoiser, "left_to_right", "auto").log_prob(WINDOWS)
     (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
-    cases = ("LLaMAForCausalLM", True), ("LlamaModel", False), ("OtherLM", False), ("OtherLM", True)
-    for name, code in cases:
-        code = {"auto_map": {"AutoModelForCausalLM": f"modeling_own.{name}"}} if code else {}
-        path, options = written(tmp_path, "llama", {"architectures": [name], **code})
-        if name == "OtherLM":
-            refused(path, r"OtherLM.*trust_remote_code" if code else "OtherLM.*LlamaForCausalLM", **options)
-        else:
-            same_scores(DuelEstimator(load(path, options), "left_to_right", "auto").log_prob(WINDOWS), right)
+
+    def with_class(name, has_code):
+        entries = {"architectures": [name]}
+        if has_code:
+            entries["auto_map"] = {"AutoModelForCausalLM": f"modeling_own.{name}"}
+        return written(tmp_path, "llama", entries)
+
+    for name, has_code in (("LLaMAForCausalLM", True), ("LlamaModel", False)):
+        denoiser = load(*with_class(name, has_code))
+        same_scores(DuelEstimator(denoiser, "left_to_right", "auto").log_prob(WINDOWS), expected)
+
+    for has_code, message in ((False, "OtherLM.*LlamaForCausalLM"), (True, r"OtherLM.*trust_remote_code")):
+        path, options = with_class("OtherLM", has_code)
+        refused(path, message, **options)
     assert "is a LlamaModel; scoring it as transformers' LlamaForCausalLM" in caplog.text
 
 
@@ -115,25 +132,31 @@ def test_a_class_that_is_not_the_one_in_the_config(family, tmp_path, caplog):
 def test_the_numbers_are_those_of_the_harness_own_model():
     """Documents by the harness's rolling windows, the last of several; continuations where both show the same."""
     stock = HFLM(pretrained=resolve("demo-ar"), dtype="float32", device="cpu", batch_size=4)
-    ours, bare = (
-        DuelMDM(pretrained="demo-ar", attention="causal", rule="left_to_right", device="cpu", **more)
-        for more in ({"windows": "harness"}, {"bos": "none"})
-    )
+    arguments = {"pretrained": "demo-ar", "attention": "causal", "rule": "left_to_right", "device": "cpu"}
+    ours = DuelMDM(**arguments, windows="harness")
+    without_bos = DuelMDM(**arguments, bos="none")
     passages = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").open(encoding="utf-8")]
     texts = [passages[0], " ".join(passages[7:11])]
     assert ours.spec["special_tokens"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
     assert ours.max_length == stock.max_length + 1 < len(ours.tok_encode(texts[-1])) + 1
 
-    def both(lm, kind, arguments):
-        return [getattr(each, kind)(ask(kind, *arguments), disable_tqdm=True) for each in (lm, stock)]
+    def answers(model, kind, arguments):
+        return getattr(model, kind)(ask(kind, *arguments), disable_tqdm=True)
 
-    for mine, right in zip(*both(ours, "loglikelihood_rolling", [(text,) for text in texts]), strict=True):
-        assert abs(mine - right) <= 1e-3
+    documents = [(text,) for text in texts]
+    rolling = answers(ours, "loglikelihood_rolling", documents)
+    assert rolling == pytest.approx(answers(stock, "loglikelihood_rolling", documents), rel=0, abs=1e-3)
+
     words = texts[0].split()
-    pairs = [(" ".join(words[:n]), " " + " ".join(words[n : n + m])) for n, m in ((1, 2), (20, 8), (30, 3))]
-    for lm, asked in ((ours, [("", text) for text in texts[:1]]), (bare, pairs)):
-        for (mine, is_greedy), (right, greedy) in zip(*both(lm, "loglikelihood", asked), strict=True):
-            assert is_greedy == greedy and mine == pytest.approx(right, abs=1e-4)
+    pairs = []
+    for n, m in ((1, 2), (20, 8), (30, 3)):
+        pairs.append((" ".join(words[:n]), " " + " ".join(words[n : n + m])))
+    for model, requests in ((ours, [("", texts[0])]), (without_bos, pairs)):
+        expected = answers(stock, "loglikelihood", requests)
+        for answer, other in zip(answers(model, "loglikelihood", requests), expected, strict=True):
+            log_prob, is_greedy = answer
+            assert log_prob == pytest.approx(other[0], abs=1e-4)
+            assert is_greedy == other[1]
 
 
 def test_the_first_id_of_a_window_given_makes_no_continuation():

@@ -1,5 +1,7 @@
 """What a view says of its work: network calls, rows, and the cost of a lane, recounted at the network itself."""
 
+import itertools
+
 import pytest
 import torch
 from attends import Attends
@@ -19,7 +21,7 @@ WINDOWS = [
     Window((2,), (1,)),
     Window((1, 2), (2, 0, 1), (0,), tail=2),
 ]
-MANY = [Window((a, b), (c, a, b, 2, c)) for a in range(3) for b in range(3) for c in range(3)]  # several begin together
+MANY = [Window((a, b), (c, a, b, 2, c)) for a, b, c in itertools.product(range(3), repeat=3)]  # several begin together
 MADE = {
     "plain": Attends,
     "without stream": Toy,
@@ -51,11 +53,14 @@ class Recorded:
 @pytest.mark.parametrize("name", MADE)
 def test_calls_and_rows_are_those_of_the_network(name, batch_size, monkeypatch):
     denoiser = MADE[name]()
+    windows = WINDOWS if batch_size else [*WINDOWS, *MANY]
     recorded = Recorded(monkeypatch)
     for rule in ("greedy:k=2", "threshold:mu=0.4"):
         estimator = DuelEstimator(denoiser, rule, 3, batch_size=batch_size)
         recorded.calls.clear()
-        estimator.log_prob(WINDOWS if batch_size else [*WINDOWS, *MANY])
+
+        estimator.log_prob(windows)
+
         assert estimator.counts.forwards == len(recorded.calls), rule
         assert estimator.counts.rows == sum(rows for rows, _ in recorded.calls), rule
 
@@ -72,11 +77,12 @@ def test_a_lane_costs_the_positions_that_its_later_steps_evaluate(name, monkeypa
             lane = Lanes.fresh(rows, *torch.tensor([(0, *span)]).unbind(1))
             if span[1] < 2:
                 continue
-            view(lane)
-            begun = lane.show(rows.targets(lane), torch.arange(lane.masked.shape[1])[None] > 0)
+            view(lane)  # its first step
+            later = lane.show(rows.targets(lane), torch.arange(lane.masked.shape[1])[None] > 0)
             recorded.calls.clear()
-            view(begun)
-            assert int(view.cost(lane)) == sum(rows * positions for rows, positions in recorded.calls), (window, span)
+            view(later)
+            evaluated = sum(rows * positions for rows, positions in recorded.calls)
+            assert int(view.cost(lane)) == evaluated, (window, span)
 
 
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
@@ -96,21 +102,29 @@ def test_a_slot_is_kept_while_a_lane_needs_it():
     """The same blocks in another order, more of them, fewer: what is missing is exactly what is not there."""
     slots = kept_keys.Slots(4, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
-    there = {}  # whose keys each slot has
+    kept = {}  # the block whose keys each slot has
     for _ in range(200):
         count = int(torch.randint(1, 6, (1,), generator=draw))
-        wanted = torch.randperm(9, generator=draw)[:count]
-        slot, missing = slots.arrange(wanted)
-        assert sorted(slot.tolist()) == list(range(count))
-        assert missing.tolist() == [identity not in there.values() for identity in wanted.tolist()]
-        for identity, at, is_missing in zip(wanted.tolist(), slot.tolist(), missing.tolist(), strict=True):
-            keys = torch.full((1, 2, 4, 3), float(identity))
+        asked = torch.randperm(9, generator=draw)[:count]
+        blocks_asked = asked.tolist()
+
+        slot, missing = slots.arrange(asked)
+        places = slot.tolist()
+        assert sorted(places) == list(range(count))
+        assert missing.tolist() == [block not in kept.values() for block in blocks_asked]
+
+        for block, place, is_missing in zip(blocks_asked, places, missing.tolist(), strict=True):
             if is_missing:
-                features = torch.full((1, 2, 5), identity)
-                slots.fill(torch.tensor([at]), torch.tensor([identity]), features, [(keys, -keys)])
+                keys = torch.full((1, 2, 4, 3), float(block))
+                features = torch.full((1, 2, 5), block)
+                slots.fill(torch.tensor([place]), torch.tensor([block]), features, [(keys, -keys)])
             held_keys, held_values = slots.layers[0]
-            assert (held_keys[at] == identity).all() and (held_values[at] == -identity).all()
-            assert (slots.features[at] == identity).all()
+            assert (held_keys[place] == block).all()
+            assert (held_values[place] == -block).all()
+            assert (slots.features[place] == block).all()
+
         # the slots behind those of this call keep what they have, unless it moved into one of them
-        behind = {at: identity for at, identity in there.items() if at >= count and identity not in wanted}
-        there = behind | dict(zip(slot.tolist(), wanted.tolist(), strict=True))
+        for place, block in list(kept.items()):
+            if place < count or block in blocks_asked:
+                del kept[place]
+        kept.update(zip(places, blocks_asked, strict=True))

@@ -59,12 +59,24 @@ def decoder(path):
 def test_the_encoder_is_a_likelihood(path):
     encoder = denoisers.load(path, device="cpu", dtype="float64", attention="causal")
     estimator = Autoregressive(encoder)
-    texts = list(itertools.product(range(gemma_reference.TOKENS), repeat=3))
-    scores = estimator.log_prob([Window((0,), text) for text in texts])
-    assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-9)
-    long = (0, 2, 1, 2, 1, 0, 2, 0, 1)  # beyond the sliding window
-    wanted = gemma_reference.encoder_log_probs(long).tolist()
-    assert estimator.log_prob([Window(long[:1], long[1:])])[0].token_logprobs == pytest.approx(wanted, abs=1e-5)
+
+    scores = estimator.log_prob([Window((0,), text) for text in all_texts(3)])
+    assert total(scores) == pytest.approx(1, abs=1e-9)
+
+    beyond_the_sliding_window = (0, 2, 1, 2, 1, 0, 2, 0, 1)
+    first, *rest = beyond_the_sliding_window
+    [score] = estimator.log_prob([Window((first,), rest)])
+    expected = gemma_reference.encoder_log_probs(beyond_the_sliding_window).tolist()
+    assert score.token_logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def all_texts(length):
+    return list(itertools.product(range(gemma_reference.TOKENS), repeat=length))
+
+
+def total(scores):
+    """The sum of their probabilities."""
+    return math.fsum(math.exp(score.log_prob) for score in scores)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +90,12 @@ def exact(decoder):
 def test_the_bound_is_that_of_its_own_class(decoder, exact, conditioning):
     """The three self-conditionings are three processes."""
     estimator = NoisedElbo(decoder, NoisedElboArguments(1024, 2, self_conditioning=conditioning))
+
     [score] = estimator.log_prob([Window(CONTEXT, TEXT)])
+
     assert abs(score.log_prob + exact[conditioning]) < 4 * score.stderr < exact[conditioning]
-    assert all(abs(value - exact[conditioning]) > 0.01 for kind, value in exact.items() if kind != conditioning)
+    for other, value in exact.items():
+        assert other == conditioning or abs(value - exact[conditioning]) > 0.01
 
 
 def test_canvases_and_windows_do_not_influence_each_other(decoder):
@@ -88,11 +103,18 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
 
     Two windows whose draws are the same: those of a canvas are a function of the window and the canvas's number.
     """
-    windows = [Window((0,), (2, 1, 0, 2, 1)), Window((0, 1), (2, 1)), Window((0,), (2, 1, 0, 2, 1))]
-    windows += [Window((2, 1), (2, 1))]  # of the length and the start of another
+    windows = [
+        Window((0,), (2, 1, 0, 2, 1)),
+        Window((0, 1), (2, 1)),
+        Window((0,), (2, 1, 0, 2, 1)),
+        Window((2, 1), (2, 1)),  # of the length and the start of another
+    ]
     together = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob(windows)
-    alone = [NoisedElbo(decoder, NoisedElboArguments(16, 4), batch_size=1).log_prob([window])[0] for window in windows]
-    assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-9)
+    one_row_a_call = NoisedElbo(decoder, NoisedElboArguments(16, 4), batch_size=1)
+    for window, in_batch in zip(windows, together, strict=True):
+        [alone] = one_row_a_call.log_prob([window])
+        assert in_batch.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+
     first = bound(gemma_reference.Plain(decoder, (0,)), (2, 1), 2)
     last = bound(gemma_reference.Plain(decoder, (0, 2, 1)), (0,), 2)
     exact = first + last
@@ -110,18 +132,23 @@ def test_given_the_noise_it_has_a_likelihood(decoder, how):
 
     Window by window as the class's own forward has it.
     """
-    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=3)]
+    windows = [Window(CONTEXT, text) for text in all_texts(3)]
     for seed, rule in enumerate(("greedy", "left_to_right")):
         duel = Duel(decoder, rule, noise_seed=seed, **how)
-        scores = duel.log_prob(texts)
-        assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-6)
+
+        scores = duel.log_prob(windows)
+        assert total(scores) == pytest.approx(1, abs=1e-6)
+
         for n in (0, 13, 26):
-            found = recompute(duel.estimator, texts[n], scores[n])
-            assert found.route == REFERENCE and not found.problems and not found.other_picks
-            assert found.log_prob == pytest.approx(scores[n].log_prob, abs=1e-5)
+            again = recompute(duel.estimator, windows[n], scores[n])
+            assert again.route == REFERENCE
+            assert not again.problems
+            assert not again.other_picks
+            assert again.log_prob == pytest.approx(scores[n].log_prob, abs=1e-5)
+
         [drawn] = duel.sample([CONTEXT], 4, seed=seed)
-        [again] = duel.log_prob([Window(CONTEXT, drawn.tokens)])
-        assert drawn.log_prob == pytest.approx(again.log_prob, abs=1e-9)
+        [scored] = duel.log_prob([Window(CONTEXT, drawn.tokens)])
+        assert drawn.log_prob == pytest.approx(scored.log_prob, abs=1e-9)
 
 
 @pytest.mark.parametrize("how", slow_but(HOW, (HOW[3],)))
@@ -129,29 +156,37 @@ def test_an_audit_over_seeds_predicts_in_the_same_way(decoder, how):
     duel = Duel(decoder, "greedy", estimator="duel_seeds", noise_seeds=2, **how)
     window = Window(CONTEXT, (2, 0, 0, 1, 2))
     [score] = duel.log_prob([window])
-    found = recompute(duel.estimator, window, score)
-    assert found.route == REFERENCE and not found.problems and not found.other_picks, found
+
+    again = recompute(duel.estimator, window, score)
+
+    assert again.route == REFERENCE, again
+    assert not again.problems
+    assert not again.other_picks
 
 
 def test_each_way_of_predicting_is_another_sampler(decoder):
     window = Window(CONTEXT, (2, 1, 0, 1))
     duels = [Duel(decoder, "greedy", **how) for how in HOW]
-    assert len({duel.fingerprint for duel in duels}) == len(HOW)
+
+    fingerprints = {duel.fingerprint for duel in duels}
+    assert len(fingerprints) == len(HOW)
     values = [duel.log_prob([window])[0].log_prob for duel in duels]
-    assert all(abs(one - two) > 1e-3 for one, two in itertools.combinations(values, 2))
+    for one, other in itertools.combinations(values, 2):
+        assert abs(one - other) > 1e-3
 
 
 def test_equal_clean_tokens_are_one_call(decoder):
-    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=2)]
     duel = Duel(decoder, "greedy")
-    duel.log_prob(texts)
+
+    duel.log_prob([Window(CONTEXT, text) for text in all_texts(2)])
+
     assert duel.counts.forwards == 3  # the context, and a call for each step of all canvases
 
 
 def test_keys_are_kept_once_when_memory_runs_out(decoder):
     """The layers have extended the keys of the clean tokens before the last norm runs."""
     window = Window((0,), (2, 1, 0, 2, 1))
-    [wanted] = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob([window])
+    [expected] = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob([window])
     for failing in range(3):  # one encode for each canvas
         encodes = itertools.count()
 
@@ -165,14 +200,22 @@ def test_keys_are_kept_once_when_memory_runs_out(decoder):
         finally:
             hook.remove()
         assert next(encodes) > failing + 1, "memory ran out, and the encode was repeated"
-        assert score.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-9)
+        assert score.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-9)
 
 
 def test_what_is_said_and_what_is_refused(path, decoder):
     assert NoisedElbo(decoder).describe() == {
-        **{"estimator": "noised_elbo", "noise": "uniform", "steps": 48, "prediction": "denoiser"},
-        **{"self_conditioning": "twice", "canvas": 2, "last_canvas": "short", "mc_samples": 128, "draw_seed": 0},
+        "estimator": "noised_elbo",
+        "noise": "uniform",
+        "steps": 48,
+        "prediction": "denoiser",
+        "self_conditioning": "twice",
+        "canvas": 2,
+        "last_canvas": "short",
+        "mc_samples": 128,
+        "draw_seed": 0,
     }
+
     with pytest.raises(DuelError, match="no limit"):
         NoisedElbo(decoder, NoisedElboArguments(steps=math.inf))
     with pytest.raises(DuelError, match="context"):
@@ -182,6 +225,7 @@ def test_what_is_said_and_what_is_refused(path, decoder):
     for window in (Window((), (1,)), Window((0,), (1,), (2,)), Window((0,), (1, 0), known=(0,))):
         with pytest.raises(DuelError):
             Duel(decoder, "greedy").log_prob([window])
+
     with pytest.raises(DuelError, match="grid"):
         Duel(decoder, "greedy", grid="row")
     with pytest.raises(DuelError, match="self_conditioning"):
@@ -191,15 +235,25 @@ def test_what_is_said_and_what_is_refused(path, decoder):
     for name, value in (("cache", "dual"), ("cfg_scale", 0.5), ("exclude_ids", "1"), ("top_k", 2), ("top_p", 0.5)):
         refused(path, f"'{name}': ", **{name: value})  # and a reason
     refused(path, "peft", peft="folder")
+
     for estimator in ("ar", "noised_elbo"):
-        assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator
+        options = Options.parse({"pretrained": path, "estimator": estimator})
+        assert load_scorer(options).estimator.name == estimator
 
 
 def test_canvases_that_are_no_numbers_or_influence_each_other_are_refused(path, monkeypatch):
     decode = diffusion_gemma.Canvases.decode
-    for fault, words in ((lambda out: out * math.nan, "NaN"), (lambda out: out * len(out), "influence each other")):
-        monkeypatch.setattr(diffusion_gemma.Canvases, "decode", lambda *given, fault=fault: fault(decode(*given)))
-        refused(path, words)
+
+    def no_numbers(*arguments):
+        return decode(*arguments) * math.nan
+
+    def by_the_size_of_the_call(*arguments):
+        out = decode(*arguments)
+        return out * len(out)
+
+    for fault, message in ((no_numbers, "NaN"), (by_the_size_of_the_call, "influence each other")):
+        monkeypatch.setattr(diffusion_gemma.Canvases, "decode", fault)
+        refused(path, message)
 
 
 @pytest.mark.parametrize("attention", ["causal", None])

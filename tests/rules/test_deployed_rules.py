@@ -23,11 +23,15 @@ def test_a_block_of_masks_alone():
     window = Window((), (0, 1, 2))
     p = toy.features(torch.full((1, 3), toy.mask_id), None)[0, 0, :3].double().softmax(0)
     low = float(p.max()) / 2
-    for text in ("dinfer_threshold:mu=1.0", f"hierarchy:low={low}"):
-        scored = Duel(toy, text, 3).log_prob([window])[0]
-        assert scored.reveal_steps == (0, 0, 0) and scored.all_mask_starts == 1
+
+    for rule in ("dinfer_threshold:mu=1.0", f"hierarchy:low={low}"):
+        [scored] = Duel(toy, rule, 3).log_prob([window])
+        assert scored.reveal_steps == (0, 0, 0)
+        assert scored.all_mask_starts == 1
         assert scored.log_prob == pytest.approx(float(p.log().sum()), abs=1e-6)
-    assert Duel(toy, "threshold:mu=1.0", 3).log_prob([window])[0].reveal_steps[0] == 0
+
+    [scored] = Duel(toy, "threshold:mu=1.0", 3).log_prob([window])
+    assert scored.reveal_steps[0] == 0
 
 
 # ---------------------------------------------------------------- inside a block
@@ -35,9 +39,16 @@ def test_a_block_of_masks_alone():
 
 def every_rule(table):
     """A text of every rule with several schedules, without what goes around rules."""
-    more = [f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}", "klass:mu=0.4:nu=0.4:history=2", "quota:steps=3"]
-    texts = [*RULES, *more, "dream:alg=entropy:steps=3", "custom_rules:Turns"]
-    assert {rules.split(text)[0] for text in texts} >= {*rules.RULES}
+    texts = [
+        *RULES,
+        f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}",
+        "klass:mu=0.4:nu=0.4:history=2",
+        "quota:steps=3",
+        "dream:alg=entropy:steps=3",
+        "custom_rules:Turns",
+    ]
+    names = {rules.split(text)[0] for text in texts}
+    assert names >= {*rules.RULES}
     return texts
 
 
@@ -50,7 +61,9 @@ TEXTS = pytest.mark.parametrize("texts", [one_of_each, pytest.param(every_rule, 
 
 
 def test_a_rule_in_a_file_sums_to_one(table):
-    assert abs(total(Duel(Toy(), f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}", 2), 4) - 1) < 1e-9
+    duel = Duel(Toy(), f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}", 2)
+
+    assert abs(total(duel, 4) - 1) < 1e-9
 
 
 @TEXTS
@@ -60,10 +73,11 @@ def test_sub_blocks_are_blocks_that_see_the_masks_after_them(texts, table, subte
     windows = [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
     for rule in texts(table):
         with subtests.test(rule):
-            small = Duel(toy, rule, 3).log_prob(windows)
-            inside = Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
-            assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
-            assert [s.nfe for s in inside] == [s.nfe for s in small]
+            by_small_blocks = Duel(toy, rule, 3).log_prob(windows)
+            by_sub_blocks = Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
+            for score, expected in zip(by_sub_blocks, by_small_blocks, strict=True):
+                assert score.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-12)
+                assert score.nfe == expected.nfe
 
 
 @TEXTS
@@ -77,9 +91,11 @@ def test_after_a_blocks_first_position_a_rule_starts_afresh(texts, table, subtes
             continue  # its schedule goes on, see `after_first`; its order is that of the whole block
         with subtests.test(rule):
             [seeded] = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])
-            [followed] = Duel(toy, rule, 4).log_prob([rest])
-            assert seeded.reveal_steps == (0, *(step + 1 for step in followed.reveal_steps))
-            assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
+            [behind] = Duel(toy, rule, 4).log_prob([rest])
+            first, *later = seeded.reveal_steps
+            assert first == 0
+            assert later == [step + 1 for step in behind.reveal_steps]
+            assert seeded.token_logprobs[1:] == pytest.approx(behind.token_logprobs, abs=1e-12)
 
 
 @TEXTS
@@ -93,7 +109,8 @@ def test_in_a_block_that_begins_inside_the_context_nothing_is_seeded(texts, tabl
         with subtests.test(rule):
             [seeded] = Duel(toy, f"{rule}:seed_first=true", 8, grid="row").log_prob([window])
             [plain] = Duel(toy, rule, 8, grid="row").log_prob([window])
-            assert (seeded.reveal_steps, seeded.nfe) == (plain.reveal_steps, plain.nfe)
+            assert seeded.reveal_steps == plain.reveal_steps
+            assert seeded.nfe == plain.nfe
             assert seeded.token_logprobs == pytest.approx(plain.token_logprobs, abs=1e-12)
 
 
@@ -126,16 +143,21 @@ class Patient(rules.Rule):
 
 def test_a_rule_that_may_wait():
     windows = [Window((1,), (2, 0, 1)), Window((), (0, 2))]
+    left_to_right = Duel(Toy(), "left_to_right", None).log_prob(windows)
+    expected = [score.log_prob for score in left_to_right]
     waits = Duel(Toy(), EverySecond(), None)
-    scored = waits.log_prob(windows)
-    steps = [score.reveal_steps for score in scored]
+
+    scores = waits.log_prob(windows)
+    steps = [score.reveal_steps for score in scores]
     assert steps == [(1, 3, 5), (1, 3)]
-    assert [score.nfe for score in scored] == [6, 4]
-    plain = Duel(Toy(), "left_to_right", None).log_prob(windows)
-    values = [score.log_prob for score in plain]
-    for scores in (scored, waits.replay(windows, steps)):
-        assert [score.log_prob for score in scores] == pytest.approx(values, abs=1e-12)
-    assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
+    assert [score.nfe for score in scores] == [6, 4]
+    assert [score.log_prob for score in scores] == pytest.approx(expected, abs=1e-12)
+
+    replayed = waits.replay(windows, steps)
+    assert [score.log_prob for score in replayed] == pytest.approx(expected, abs=1e-12)
+
+    by_patience = Duel(Toy(), Patient(), 2).log_prob(windows)
+    assert by_patience[0].reveal_steps == (2, 2, 2)
 
 
 @pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_pick_none": False})()])
@@ -151,7 +173,8 @@ class Words:
     """A tokenizer of some special tokens."""
 
     def __init__(self, eos, **ids):
-        self.eos_token_id, self.ids = eos, ids
+        self.eos_token_id = eos
+        self.ids = ids
 
     def get_vocab(self):
         return self.ids

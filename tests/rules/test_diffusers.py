@@ -56,22 +56,29 @@ def test_without_temperature_it_is_high_or_topk(steps, threshold):
         n = BLOCK // steps
         rule = f"high_or_topk:n={n}:tau={threshold}" if threshold <= 1 else f"greedy:k={n}"
         duel = Duel(toy, rule, BLOCK)
+
         [drawn] = duel.sample([context], BLOCK, do_sample=False)
-        assert drawn.tokens == tuple(ids[0].tolist()) and drawn.reveal_steps == tuple(when[0].tolist())
         [scored] = duel.log_prob([Window(context, drawn.tokens)])
-        assert scored.is_greedy and scored.reveal_steps == drawn.reveal_steps
+
+        assert drawn.tokens == tuple(ids[0].tolist())
+        assert drawn.reveal_steps == tuple(when[0].tolist())
+        assert scored.is_greedy
+        assert scored.reveal_steps == drawn.reveal_steps
 
 
 @pytest.mark.slow  # importing the pipeline takes seconds
 def test_the_preset_has_the_pipelines_defaults(diffusers):
     """But for editing, which replaces revealed tokens and has no likelihood under an unmasking rule."""
-    defaults = {
-        name: entry.default for name, entry in inspect.signature(diffusers.LLaDA2Pipeline.__call__).parameters.items()
-    }
+    arguments = inspect.signature(diffusers.LLaDA2Pipeline.__call__).parameters
+    defaults = {name: argument.default for name, argument in arguments.items()}
     scheduler = diffusers.BlockRefinementScheduler().config
+
     options = Options.parse({"preset": "llada2-diffusers"})
-    assert defaults["temperature"] == 0 and defaults["num_inference_steps"] == scheduler.block_length == options.block
+
+    assert options.block == scheduler.block_length
+    assert options.block == defaults["num_inference_steps"]
     assert str(options.rule) == f"high_or_topk:n={defaults['minimal_topk']}:tau={defaults['threshold']}"
+    assert defaults["temperature"] == 0
 
 
 def renoise(toy, context, width, steps, threshold, noise):
@@ -81,7 +88,8 @@ def renoise(toy, context, width, steps, threshold, noise):
     own, which are replaced.
     """
     scheduler = scheduler_of(width, steps)
-    committed, when = torch.full((1, width), -1), torch.full((1, width), -1)
+    committed = torch.full((1, width), -1)
+    when = torch.full((1, width), -1)
     settings = {"mask_token_id": None, "editing_threshold": None, "temperature": 0.0, "threshold": threshold}
     canvas = noise(0)[None]
     for step in range(steps):
@@ -99,8 +107,8 @@ class Canvas(NoisyToy):
 
     def logits_of(self, context, canvas):
         ids = torch.cat([torch.tensor(context, dtype=torch.long), canvas])
-        found = self.features(ids[None], None)[0]
-        return found.masked_fill(self.excluded, -torch.inf)[len(context) :]
+        logits = self.features(ids[None], None)[0]
+        return logits.masked_fill(self.excluded, -torch.inf)[len(context) :]
 
 
 SCHEDULES = [(4, 0.45), (3, 0.7), (6, 0.6), (2, 0.95), (8, 0.99)]
@@ -111,7 +119,8 @@ def test_with_noise_handed_over_it_commits_the_same_at_the_same_steps(steps, thr
     """At temperature 0. Its quota counts up, so that a step may commit nothing."""
     for seed in range(4):
         toy = Canvas(tokens=5, length=8, timed=False, scale=1.5)
-        width, context = 6, (1, 4)
+        width = 6
+        context = (1, 4)
         place = [torch.tensor([[value]]) for value in (seed, 0)]
 
         def noise(step, place=place, toy=toy, width=width):
@@ -121,4 +130,5 @@ def test_with_noise_handed_over_it_commits_the_same_at_the_same_steps(steps, thr
         when, tokens = renoise(toy, context, width, steps, threshold, noise)
         duel = Duel(toy, f"cumulative_quota:steps={steps}:tau={threshold}", width, noise_seed=seed)
         [drawn] = duel.sample([context], width, do_sample=False)
-        assert drawn.reveal_steps == tuple(when[0].tolist()) and drawn.tokens == tuple(tokens[0].tolist())
+        assert drawn.reveal_steps == tuple(when[0].tolist())
+        assert drawn.tokens == tuple(tokens[0].tolist())

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import textbook
 import torch
 from attends import Attends
 from laws import slow_but, strings, total
@@ -55,11 +56,14 @@ def texts(folder, name="toy"):
 
 @pytest.mark.parametrize("number", slow_but(range(3), {1, 2}))
 def test_sums_to_one_on_every_network_and_is_scored_as_drawn(number, folder):
-    text, cached = texts(folder)[number], texts(folder, "attends")[number]
+    text = texts(folder)[number]
+    cached = texts(folder, "attends")[number]
     duels = [DuelEstimator(Toy(), text, None), DuelEstimator(BlockCausal(), text, "auto")]
     duels += [DuelEstimator(Cached(Attends(), cache), cached, 2) for cache in ("prefix", "dual")]
     for duel in duels:
-        assert abs(total(duel, 4) - 1) < 1e-9 and rules.parse(str(duel.rule)) == duel.rule
+        assert abs(total(duel, 4) - 1) < 1e-9
+        assert rules.parse(str(duel.rule)) == duel.rule
+
         [drawn] = duel.sample([(1,)], 4, seed=number)
         [scored] = duel.log_prob([Window((1,), drawn.tokens)])
         assert drawn.reveal_steps == scored.reveal_steps
@@ -75,9 +79,11 @@ def planned(toy, file, k):
         return toy.head(network.features).masked_fill(toy.excluded, -math.inf)
 
     def F(log_P, M):
-        entropy, sure = reference.entropy_nats(log_P[M]), reference.confidence(log_P[M])
-        x = torch.cat([entropy[:, None], network.features[M], sure[:, None]], 1) @ w["0.weight"].T + w["0.bias"]
-        score = torch.nn.functional.gelu(x) @ w["2.weight"].T + w["2.bias"]
+        entropy = reference.entropy_nats(log_P[M])
+        confidence = reference.confidence(log_P[M])
+        inputs = torch.cat([entropy[:, None], network.features[M], confidence[:, None]], 1)
+        hidden = torch.nn.functional.gelu(inputs @ w["0.weight"].T + w["0.bias"])
+        score = hidden @ w["2.weight"].T + w["2.bias"]
         return reference.best(k, M, score[:, 0])
 
     return network, F, toy.mask_id
@@ -86,15 +92,18 @@ def planned(toy, file, k):
 @torch.no_grad()
 @pytest.mark.parametrize("make", [Toy, Attends])
 def test_orders_are_those_of_the_formula(make, folder):
-    toy, file = make(), folder / f"{make.__name__.lower()}.safetensors"
-    orders, targets = set(), strings(3, 5)[::40]
+    toy = make()
+    file = folder / f"{make.__name__.lower()}.safetensors"
+    targets = strings(3, 5)[::40]
+    windows = [Window((), target) for target in targets]
+    orders = set()
     for k in (1, 2):
         duel = DuelEstimator(toy, f"{LEARNED}:file={file}:k={k}", None)
-        for target, score in zip(targets, duel.log_prob([Window((), target) for target in targets]), strict=True):
+        for target, score in zip(targets, duel.log_prob(windows), strict=True):
             path = reference.log_likelihood(target, [range(5)], *planned(toy, file, k))
-            steps = {p: t for t, picked in enumerate(path.sigma) for p in picked}
-            assert score.reveal_steps == tuple(steps[p] for p in range(5))
-            assert score.token_logprobs == pytest.approx([path.log_p[p] for p in range(5)], abs=1e-9)
+            steps = textbook.step_of_each(path.sigma, [range(5)])
+            assert score.reveal_steps == tuple(steps[position] for position in range(5))
+            assert score.token_logprobs == pytest.approx([path.log_p[position] for position in range(5)], abs=1e-9)
             assert score.near_ties == 0
             orders.add(score.reveal_steps)
     assert len(orders) > 3  # the planner's order is no fixed one
@@ -103,12 +112,11 @@ def test_orders_are_those_of_the_formula(make, folder):
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
     planner = torch.nn.Sequential(torch.nn.Linear(1, 1))
     planner[0].weight.data.fill_(1e-7)
-    save_planner(planner, tmp_path / "flat.safetensors", ["entropy"])
+    file = tmp_path / "flat.safetensors"
+    save_planner(planner, file, ["entropy"])
     window = Window((1,), (0, 1, 2))
-    for rule in (
-        f"{LEARNED}:file={tmp_path}/flat.safetensors",
-        f"{LEARNED}Threshold:file={tmp_path}/flat.safetensors:mu=1",
-    ):
+
+    for rule in (f"{LEARNED}:file={file}", f"{LEARNED}Threshold:file={file}:mu=1"):
         [score] = DuelEstimator(Toy(), rule, None).log_prob([window])
         assert score.near_ties == 2  # the last position has no choice
 
@@ -117,28 +125,34 @@ def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
 
 
 def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
-    file, windows = tmp_path / "toy.safetensors", [Window((n,), (0, 1, 2, 0, 1)) for n in range(3)]
-    shutil.copy(folder / "toy.safetensors", file)
+    file = tmp_path / "toy.safetensors"
     text = f"{LEARNED}:file={file}"
+    windows = [Window((n,), (0, 1, 2, 0, 1)) for n in range(3)]
+
+    def orders():
+        scores = DuelEstimator(Toy(), text, None).log_prob(windows)
+        return [score.reveal_steps for score in scores]
+
+    shutil.copy(folder / "toy.safetensors", file)
     rule = rules.parse(text)
-    before, orders = (
-        rule.describe(),
-        [s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)],
-    )
-    assert rule == rules.parse(str(rule)) and before["rule_files"]
+    description = rule.describe()
+    first_orders = orders()
+    assert rule == rules.parse(str(rule))
+    assert description["rule_files"]
+
     planner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 1))
     save_planner(planner, file, INPUTS)
-    assert rules.parse(text).describe() != before
-    assert [
-        s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)
-    ] != orders  # the new file is read
+    assert rules.parse(text).describe() != description
+    assert orders() != first_orders, "the new file is read"
 
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    for text, named in ((f"{LEARNED}:file={tmp_path}/cut.safetensors", "cut"), (LEARNED, "file")):
-        with pytest.raises(DuelError, match=named):
-            rules.parse(text)
+    with pytest.raises(DuelError, match="cut"):
+        rules.parse(f"{LEARNED}:file={tmp_path}/cut.safetensors")
+    with pytest.raises(DuelError, match="file"):
+        rules.parse(LEARNED)
+
     save_file({"weight": torch.full((1, 4, 4), math.nan)}, tmp_path / "nan.safetensors")
     with pytest.raises(DuelError, match="weight have NaN"):
         DuelEstimator(Toy(), f"custom_rules:Looks:file={tmp_path}/nan.safetensors", "auto").log_prob(
@@ -147,7 +161,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_planners_that_do_not_fit_the_network(folder):
-    wide, fitting = (f"{LEARNED}:file={folder}/{name}.safetensors" for name in ("attends", "toy"))
+    wide = f"{LEARNED}:file={folder}/attends.safetensors"
+    fitting = f"{LEARNED}:file={folder}/toy.safetensors"
     for network, rule, named in ((Toy(), wide, "10 numbers .* 6"), (Guided(Toy(), 0.5), fitting, "cfg_scale")):
         with pytest.raises(DuelError, match=named):
             DuelEstimator(network, rule, "auto").log_prob([Window((1,), (0, 1))])
@@ -155,8 +170,12 @@ def test_planners_that_do_not_fit_the_network(folder):
 
 @pytest.mark.slow
 def test_the_example_trains_a_planner(tmp_path):
-    example, file = sys.modules[rules.find(LEARNED).__module__], tmp_path / "planner.safetensors"
+    example = sys.modules[rules.find(LEARNED).__module__]
+    file = tmp_path / "planner.safetensors"
+
     example.save_planner(example.train(steps=2), file, ("features", "entropy"))
+
     duel = Duel.from_pretrained("demo-mdm", rule=f"{LEARNED}:file={file}:k=4", block=8, device="cpu")
     [score] = duel.log_prob([Window((), tuple(range(300, 312)))])
-    assert score.nfe == 3 and math.isfinite(score.log_prob)
+    assert score.nfe == 3
+    assert math.isfinite(score.log_prob)

@@ -36,46 +36,61 @@ BOUNDS = {  # a rule with one parameter left open, and values between which its 
 
 def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
     """Where a parameter a hair larger gives another pick, on both sides float noise could do the same."""
-
-    def decision(text, value, logits, masked):
-        if not text.startswith("klass"):
-            return decided(text.format(value), logits, masked)
-        before = (logits.roll(1, 1) * 0.2 + logits).log_softmax(2), torch.zeros_like(masked, dtype=torch.int64)
-        return decided(text.format(value), logits, masked, 1, before)
-
     for text, (low, high) in BOUNDS.items():
-        found = 0
+        border = None
         for seed in range(6):
-            if found:
+            case = random_case(100 + seed, 1)
+            border = border_of_picks(text, low, high, *case)
+            if border:
                 break
-            logits, masked = random_case(100 + seed, 1)
-            grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
-            picks = [decision(text, value, logits, masked).pick for value in grid]
-            for n, (one, other) in enumerate(itertools.pairwise(picks)):
-                if found or torch.equal(one, other):
-                    continue
-                below = grid[n]
-                above = grid[n + 1]
-                while above - below > 1e-9:
-                    middle = (below + above) / 2
-                    if torch.equal(decision(text, middle, logits, masked).pick, one):
-                        below = middle
-                    else:
-                        above = middle
-                found += 1
-                with subtests.test(text, seed=seed, value=above):
-                    assert bool(decision(text, below, logits, masked).near_tie)
-                    assert bool(decision(text, above, logits, masked).near_tie)
-        assert found, text
+        assert border, text
+
+        below, above = border
+        with subtests.test(text, seed=seed, value=above):
+            assert bool(decision(text, below, *case).near_tie)
+            assert bool(decision(text, above, *case).near_tie)
+
+
+def decision(text, value, logits, masked):
+    """That of a rule with this value of its open parameter; of KLASS at its second step."""
+    rule = text.format(value)
+    if not text.startswith("klass"):
+        return decided(rule, logits, masked)
+    before = (logits.roll(1, 1) * 0.2 + logits).log_softmax(2)
+    return decided(rule, logits, masked, 1, (before, torch.zeros_like(masked, dtype=torch.int64)))
+
+
+def border_of_picks(text, low, high, logits, masked):
+    """Two values of the parameter, 1e-9 apart, between which the pick changes; None if it is the same at all."""
+
+    def pick(value):
+        return decision(text, value, logits, masked).pick
+
+    grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
+    for below, above in itertools.pairwise(grid):
+        of_below = pick(below)
+        if torch.equal(of_below, pick(above)):
+            continue
+        while above - below > 1e-9:
+            middle = (below + above) / 2
+            if torch.equal(pick(middle), of_below):
+                below = middle
+            else:
+                above = middle
+        return below, above
+    return None
 
 
 def test_a_threshold_a_hair_above_the_most_probable_token_is_a_near_tie():
     """Which position is revealed does not change there, but whether it was sure does."""
     logits = torch.tensor([[[2.0, 0, 0, 0, 0], [1.0, 0, 0, 0, 0], *[[0.5, 0, 0, 0, 0]] * 5]], dtype=torch.float64)
+    masked = torch.ones(1, WIDTH, dtype=torch.bool)
     p = float(logits[0, 0].softmax(0).max())
-    for mu, near in ((p + 1e-6, True), (p - 1e-6, True), (p + 0.01, False)):
-        decision = decided(f"threshold:mu={mu}", logits, torch.ones(1, WIDTH, dtype=torch.bool))
-        assert decision.pick.nonzero().tolist() == [[0, 0]] and bool(decision.near_tie) == near
+
+    for mu, is_near in ((p + 1e-6, True), (p - 1e-6, True), (p + 0.01, False)):
+        found = decided(f"threshold:mu={mu}", logits, masked)
+        assert found.pick.nonzero().tolist() == [[0, 0]]
+        assert bool(found.near_tie) == is_near
 
 
 def test_positions_that_come_last_are_not_near_ties():
@@ -83,12 +98,16 @@ def test_positions_that_come_last_are_not_near_ties():
     logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
     logits[0, 2, 0] = 1.75  # it leads by 0.75
     masked = torch.ones(1, WIDTH, dtype=torch.bool)
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
-    assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
-    assert decision.decision_margin.tolist() == [pytest.approx(0.375)]
+    rule = f"quota:steps={WIDTH}:eos=conf:eos_id=0"
+
+    first = decided(rule, logits, masked)
+    assert first.pick[0].nonzero().tolist() == [[0]]
+    assert first.decision_margin.tolist() == [pytest.approx(0.375)]
+
     logits[0, 4, 2] = 6.0  # the only one of another token: it is first
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
-    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.decision_margin.tolist() == [pytest.approx(0.375)]
+    second = decided(rule, logits, masked)
+    assert second.pick[0].nonzero().tolist() == [[4]]
+    assert second.decision_margin.tolist() == [pytest.approx(0.375)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +122,13 @@ class FirstTwo(rules.Rule):
 
 def test_near_ties_of_a_rule_without_margins_are_not_known():
     window = Window((1,), (0, 2, 1, 1))
-    assert Duel(Toy(), FirstTwo(), 4).log_prob([window])[0].near_ties is None
+    [scored] = Duel(Toy(), FirstTwo(), 4).log_prob([window])
+    assert scored.near_ties is None
+
     [scored] = Lattice(Toy(), 4, LatticeArguments([FirstTwo(), "greedy:k=1"])).log_prob([window])
-    assert [path.near_ties is None for path in scored.others.values()][2:] == [True, False]
+    *_, of_first_two, of_greedy = scored.others.values()
+    assert of_first_two.near_ties is None
+    assert of_greedy.near_ties is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +139,15 @@ class KnowsTheLast(rules.Rule):
 
     def __call__(self, predictions, lanes):
         first = lanes.masked & (lanes.masked.cumsum(1) <= 1)
-        return rules.Decision.certain(first) if bool((lanes.masked == first).all()) else rules.Decision(first)
+        if torch.equal(lanes.masked, first):
+            return rules.Decision.certain(first)
+        return rules.Decision(first)
 
 
 def test_near_ties_are_not_known_if_those_of_one_step_are_not():
-    assert Duel(Toy(), KnowsTheLast(), 4).log_prob([Window((1,), (0, 2, 1, 1))])[0].near_ties is None
+    [scored] = Duel(Toy(), KnowsTheLast(), 4).log_prob([Window((1,), (0, 2, 1, 1))])
+
+    assert scored.near_ties is None
 
 
 class Flat(Toy):
@@ -133,10 +160,13 @@ class Flat(Toy):
 @pytest.mark.parametrize(("rule", "choices"), [("greedy", 3), ("greedy:seed_first=true", 2), ("greedy:k=2", 1)])
 def test_a_step_without_a_choice_is_no_near_tie(rule, choices):
     """Where everything ties, near ties are the steps that choose: not the last, and not a first position alone."""
-    assert Duel(Flat(), rule, 4).log_prob([Window((1,), (0, 2, 1, 1))])[0].near_ties == choices
+    [scored] = Duel(Flat(), rule, 4).log_prob([Window((1,), (0, 2, 1, 1))])
+
+    assert scored.near_ties == choices
 
 
-EVEN, SURE = [0.0, 0.0, -math.inf, -math.inf, -math.inf], [0.0, *[-math.inf] * 4]  # P1 = 1/2, and P1 = 1
+EVEN = [0.0, 0.0, -math.inf, -math.inf, -math.inf]  # P1 = 1/2
+SURE = [0.0, -math.inf, -math.inf, -math.inf, -math.inf]  # P1 = 1
 AT_THE_BOUND = {  # the picks of positions that are all even, or all sure
     "threshold:mu=0.5": (EVEN, WIDTH),
     "threshold:mu=0.5:strict=true": (EVEN, 1),
@@ -162,9 +192,11 @@ def test_near_ties_are_counted():
     logits, masked = random_case(7, 400)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
     for text in [*STATE_ONLY, *SCORES, *QUOTAS]:
-        first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
+        first = decided(text, logits, masked)
+        second = decided(text, logits + noise, masked)
         moved = (first.pick != second.pick).any(1)  # (R,)
-        assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text
+        counted = torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4
+        assert not (moved & ~counted).any(), text
 
 
 CHANGE = 1e-3  # of each logit: far above rounding, and so small that scores change linearly

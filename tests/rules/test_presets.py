@@ -46,11 +46,15 @@ SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # es
 
 def test_a_preset_is_its_args_written_out():
     assert set(presets.PRESETS) == {*SETTINGS, *SAMPLED}
-    for name, settings in SETTINGS.items():
+    for name, (rule, block, cache, grid) in SETTINGS.items():
         options = Options.parse({"preset": name})
-        assert (str(options.rule), options.block, options.cache, options.grid) == settings
-        written = dict(part.split("=", 1) for part in presets.find(name).written_out.split(","))
-        assert {**vars(Options.parse(written)), "preset": name} == vars(options)
+        assert str(options.rule) == rule
+        assert options.block == block
+        assert options.cache == cache
+        assert options.grid == grid
+
+        written_out = Options.parse(_pairs(presets.find(name).written_out))
+        assert {**vars(written_out), "preset": name} == vars(options)
         assert Options.parse({"preset": name, "rule": str(options.rule)}) == options  # the same, said twice
         assert re.search(r"@|threshold=", presets.find(name).source)
     for name, settings in SAMPLED.items():
@@ -99,20 +103,27 @@ def test_the_advice_for_another_family_is_not_refused(network):
 
 def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does_not_fit(tmp_path):
     """Its args written out have the same fingerprint; the family is that of the config, before weights are read."""
-    (tmp_path / "dream").mkdir()
-    own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
-    path = str(tmp_path / "dream")
+    folder = tmp_path / "dream"
+    folder.mkdir()
+    path = own.write(folder, own.DREAM, "DreamModel", own.decoder(bias=True))
     loaded = {"pretrained": path, "device": "cpu"}
-    one = DuelMDM(**loaded, preset="dream-fast-dllm")
-    two = DuelMDM(**loaded, rule="threshold:mu=0.9:seed_first=true", block=32, cache="dual")
-    three = Library.from_pretrained(path, preset="dream-fast-dllm", device="cpu")
-    assert one.fingerprint == two.fingerprint == three.fingerprint
-    assert rules.inner(three.rule) == rules.parse("threshold:mu=0.9") and three.block == 32
+
+    in_the_harness = DuelMDM(**loaded, preset="dream-fast-dllm")
+    written_out = DuelMDM(**loaded, rule="threshold:mu=0.9:seed_first=true", block=32, cache="dual")
+    in_the_library = Library.from_pretrained(path, preset="dream-fast-dllm", device="cpu")
+    assert in_the_harness.fingerprint == written_out.fingerprint
+    assert in_the_library.fingerprint == written_out.fingerprint
+    assert rules.inner(in_the_library.rule) == rules.parse("threshold:mu=0.9")
+    assert in_the_library.block == 32
+
     with pytest.raises(DuelError, match="rule=greedy:k=2 is given, too"):
         Library.from_pretrained(path, preset="dream-fast-dllm", rule="greedy:k=2", device="cpu")
-    for weights in (tmp_path / "dream").glob("*.safetensors"):
+
+    for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    for make in (lambda preset: DuelMDM(**loaded, preset=preset), lambda p: Library.from_pretrained(path, preset=p)):
-        for preset in ("llada", "nemotron"):
-            with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* family dream"):
-                make(preset)
+    for preset in ("llada", "nemotron"):
+        message = f"preset={preset} is the sampler of .* family dream"
+        with pytest.raises(DuelError, match=message):
+            DuelMDM(**loaded, preset=preset)
+        with pytest.raises(DuelError, match=message):
+            Library.from_pretrained(path, preset=preset)
