@@ -62,8 +62,11 @@ class Copy:
     def change(self, pattern, content):
         """Files with another content, which is made of what they hold; None: without them."""
         for file in [*self.folder.glob(pattern)]:
-            told = content(file.read_bytes()) if callable(content) else content
-            file.unlink() if told is None else file.write_bytes(told)
+            spoilt = content(file.read_bytes()) if callable(content) else content
+            if spoilt is None:
+                file.unlink()
+            else:
+                file.write_bytes(spoilt)
         self.load()
 
     def pickle(self, name, spoil=lambda content: content, cut=None):
@@ -86,9 +89,8 @@ class Trap:
 
 
 def rolling(lm, *texts):
-    return lm.loglikelihood_rolling(
-        harness_requests.ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True
-    )
+    requests = harness_requests.ask("loglikelihood_rolling", *[(text,) for text in texts])
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
 
 
 def choice(lm, *pairs):
@@ -96,20 +98,27 @@ def choice(lm, *pairs):
 
 
 def write(lm, *prompts):
-    asked = {"until": [], "max_gen_toks": 4}
-    return lm.generate_until(
-        harness_requests.ask("generate_until", *[(prompt, asked) for prompt in prompts]), disable_tqdm=True
-    )
+    settings = {"until": [], "max_gen_toks": 4}
+    requests = harness_requests.ask("generate_until", *[(prompt, settings) for prompt in prompts])
+    return lm.generate_until(requests, disable_tqdm=True)
 
 
 def poisoned(at, value, **args):
     """A text whose first token breaks the network once it is revealed."""
     lm = at.load(rule="left_to_right", **args)
     network = getattr(lm.denoiser, "model", None) or lm.denoiser.network
+    token, *_ = lm.tok_encode("d")
     with torch.no_grad():
-        table = next(p for name, p in network.named_parameters() if re.search(r"embed|wte", name) and p.dim() == 2)
-        table[lm.tok_encode("d")[0]] = value
+        embedding_of(network)[token] = value
     rolling(lm, "a b", "d c b a c")
+
+
+def embedding_of(network):
+    """The first parameter that is a table of embeddings."""
+    for name, parameter in network.named_parameters():
+        if re.search(r"embed|wte", name) and parameter.dim() == 2:
+            return parameter
+    raise LookupError("no table of embeddings")
 
 
 def missing_shard(at):
@@ -122,7 +131,8 @@ def missing_shard(at):
 
 HALF = "a \ud83d b"
 POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-WEIGHTS, CONFIG = "*.safetensors", "config.json"
+WEIGHTS = "*.safetensors"
+CONFIG = "config.json"
 CASES = {  # what is named, what provokes it, on which kinds
     "more ids than the network": (
         "tokenizer .*60",
@@ -176,11 +186,20 @@ BEFORE_WEIGHTS = (
 
 def copied(folders, place, kind, weights=True):
     """A copy of a kind's checkpoint to spoil, its weights left out where they are not to be read."""
-    left_out = shutil.ignore_patterns(*([] if weights else [WEIGHTS]))
-    return Copy(Path(shutil.copytree(folders[kind], place / "checkpoint", ignore=left_out)), KINDS[kind][1])
+    _, args = KINDS[kind]
+    left_out = None if weights else shutil.ignore_patterns(WEIGHTS)
+    folder = shutil.copytree(folders[kind], place / "checkpoint", ignore=left_out)
+    return Copy(Path(folder), args)
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, (*_, kinds) in CASES.items() for kind in kinds])
+def cases():
+    """A mistake and a kind of checkpoint."""
+    for name, (_, _, kinds) in CASES.items():
+        for kind in kinds:
+            yield name, kind
+
+
+@pytest.mark.parametrize(("name", "kind"), [*cases()])
 def test_what_the_user_sees(name, kind, folders, tmp_path):
     """One line with the name; and no code of a checkpoint runs."""
     named, provoke, _ = CASES[name]
@@ -225,9 +244,11 @@ def test_no_code_beside_a_tokenizer_is_run_unless_trusted(kind, folders, tmp_pat
     at = copied(folders, tmp_path, kind)
     trap = tmp_path / "trap"
     (at.folder / "own_tokenizer.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
-    told = json.loads((at.folder / "tokenizer_config.json").read_text())
-    told |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}}
-    (at.folder / "tokenizer_config.json").write_text(json.dumps(told))
+    file = at.folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["tokenizer_class"] = "Own"
+    config["auto_map"] = {"AutoTokenizer": ["own_tokenizer.Own", None]}
+    file.write_text(json.dumps(config))
     for more in ({"trust_remote_code": False}, {"trust_remote_code": False, "backend": None}):
         try:
             at.load(**more)
@@ -264,4 +285,5 @@ except DuelError as error:
 @pytest.mark.slow
 def test_nothing_is_asked_of_a_network():
     done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.split() == ["True", "True"], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "True"]

@@ -48,7 +48,8 @@ def block_causal_toy(block=2, last_block="fill", **options):
 
 ACROSS = published.KLASS.format(mu=0.4, nu=0.4, history=1)  # for bidirectional networks
 KLASS = "klass:mu=0.3:nu=0.5:history=2"
-TOY, FILL = Toy(unused=2), block_causal_toy(length=12, unused=1)  # columns that are no tokens
+TOY = Toy(unused=2)  # columns that are no tokens
+FILL = block_causal_toy(length=12, unused=1)
 CUT = block_causal_toy(length=12, last_block="cut")
 
 # ---------------------------------------------------------------- law 1: sums to one
@@ -151,8 +152,13 @@ def test_control_mass_on_the_mask_does_not_sum_to_one():
 
 
 DRAWN = spread(
-    *((TOY, block, grid, {}) for block in (2, None) for grid in ("target", "row")),
-    *((TOY, 2, "target", more) for more in ({"suffix": (1,)}, {"tail": 2}, {"tail": 1, "suffix": (0,)})),
+    (TOY, 2, "target", {}),
+    (TOY, 2, "row", {}),
+    (TOY, None, "target", {}),
+    (TOY, None, "row", {}),
+    (TOY, 2, "target", {"suffix": (1,)}),
+    (TOY, 2, "target", {"tail": 2}),
+    (TOY, 2, "target", {"tail": 1, "suffix": (0,)}),
     (TOY, None, "target", {"suffix": (1,)}),
     (FILL, "auto", "auto", {}),
     (CUT, "auto", "auto", {}),
@@ -263,7 +269,8 @@ def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(
     place, name, rule, block, batch_size, monkeypatch
 ):
     """A rule's memory is not lost either, when lanes that wait come back."""
-    windows = [Window((), s) for s in strings(3, 4)[::9]] + [Window((1,), s) for s in strings(3, 6)[::40]]
+    windows = [Window((), text) for text in strings(3, 4)[::9]]
+    windows += [Window((1,), text) for text in strings(3, 6)[::40]]
     toy = Toy() if place is Lanes else BlockCausal(4, length=16)
     expected = numbers(Duel(toy, rule, block, batch_size=batch_size).log_prob(windows))
     whole = getattr(place, name)

@@ -44,10 +44,11 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as raised, caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
-    assert raised.value.code == status and len(calls) == 14
+    assert raised.value.code == status
+    assert len(calls) == 14
     assert signal.getsignal(number) is before
-    said = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 documents. "
-    assert f"{said}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
+    message = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 documents. "
+    assert f"{message}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
 
 
 @pytest.mark.parametrize(("calls", "said"), [(1, "nothing to save yet"), (14, "They are saved in ")])
@@ -112,8 +113,9 @@ def test_kills_change_no_number(model, tmp_path):
     whole = tmp_path / "whole"
     resumed = tmp_path / "killed"
     assert kill.start(whole, model).wait() == 0, (whole / "log.txt").read_text()[-3000:]
-    found, twice = kill.killed(resumed, 2, model)
-    assert found == pytest.approx(kill.documents(whole), abs=1e-4) and len(found) == kill.LIMIT
+    documents, twice = kill.killed(resumed, 2, model)
+    assert documents == pytest.approx(kill.documents(whole), abs=1e-4)
+    assert len(documents) == kill.LIMIT
     assert twice == 0, "finished documents are kept"
     values = kill.values(whole)
     for name, value in kill.values(resumed).items():

@@ -79,9 +79,9 @@ def test_samples_are_drawn_with_every_setting(method, name, recorded):
     """And come back in the order of the contexts."""
     duel, calls = recorded
     given = {} if name is None else {name: OTHERS[name]}
-    found = getattr(duel, method)([(), (1,)], 4, **given)
+    samples = getattr(duel, method)([(), (1,)], 4, **given)
     if method == "sample":
-        assert [sample.log_prob for sample in found] == [0.0, -1.0]
+        assert [sample.log_prob for sample in samples] == [0.0, -1.0]
     assert calls == [(([(), (1,)], 4), {**DEFAULTS, **given})]
 
 
@@ -129,8 +129,9 @@ def test_a_spec_is_read_again_while_weights_may_change(fixed):
     read = []
     toy.describe = lambda: read.append(1) or {"denoiser": f"read {len(read)} times"}
     duel = Duel(toy)
-    specs = [duel.spec["denoiser"] for _ in range(3)]
-    assert (len(set(specs)) == 1) == fixed and (duel.fingerprint == duel.fingerprint) == fixed
+    specs = {duel.spec["denoiser"] for _ in range(3)}
+    assert (len(specs) == 1) == fixed
+    assert (duel.fingerprint == duel.fingerprint) == fixed
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -150,10 +151,17 @@ def test_an_estimate_keeps_the_size_of_calls_of_a_network_in_memory(fixed, batch
     monkeypatch.setattr(library, "TwoPhase", Recorded)
     duel.estimate(["a"], sample=0.3, cache="prefix", seed=9)
     [estimator] = made
-    assert (estimator.denoiser, str(estimator.rule), estimator.block, estimator.grid) == (toy, "margin:k=1", 2, "row")
-    assert (estimator.arguments.sample, estimator.cache, estimator.draw_seed) == (0.3, "prefix", 9)
+    assert estimator.denoiser is toy
+    assert str(estimator.rule) == "margin:k=1"
+    assert estimator.block == 2
+    assert estimator.grid == "row"
+    assert estimator.arguments.sample == 0.3
+    assert estimator.cache == "prefix"
+    assert estimator.draw_seed == 9
+
     budget = duel.estimator.budget
-    assert estimator.budget is budget and estimator.phases["uncached"].budget is budget
+    assert estimator.budget is budget
+    assert estimator.phases["uncached"].budget is budget
     found_anew = plan(toy, 2, "row", None, None).tokens
     rows = max(1, budget.tokens // toy.max_length)
     assert estimator.phases["cached"].budget.tokens == (found_anew if fixed else rows * toy.max_length)
@@ -167,11 +175,15 @@ def test_all_rules_of_a_score_share_network_and_sizes():
     arguments = {"mask_token_id": 4, "grid": "row", "windows": "harness", "batch_size": 3, "bos": "given"}
     duels = training._duels(toy.features, tiny.tokenizer(length=8), ["greedy", "margin:k=2"], 3, arguments)
     first, second = duels
-    assert [str(duel.rule) for duel in duels] == ["greedy:k=1", "margin:k=2"]
-    assert first.denoiser is second.denoiser and first.estimator.budget is second.estimator.budget
+    assert str(first.rule) == "greedy:k=1"
+    assert str(second.rule) == "margin:k=2"
+    assert first.denoiser is second.denoiser
+    assert first.estimator.budget is second.estimator.budget
     assert first.estimator.budget.tokens == 3 * 8
     for duel in duels:
-        assert (duel.block, duel.grid, duel.spec["windows"]) == (3, "row", "harness")
+        assert duel.block == 3
+        assert duel.grid == "row"
+        assert duel.spec["windows"] == "harness"
 
 
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])

@@ -27,14 +27,18 @@ def texts(tmp_path):
 def test_a_run_ends_with_an_infinite_word_perplexity(texts, tmp_path, capsys):
     run.main(["--model_args", MODEL, "--tasks", texts, "--output_path", str(tmp_path / "out"), "--device", "cpu"])
     table = capsys.readouterr().out
-    assert "inf" in table.lower() and "token_perplexity" in table
+    assert "inf" in table.lower()
+    assert "token_perplexity" in table
+
     [file] = (tmp_path / "out").rglob("results_*.json")
     content = json.loads(file.read_text(encoding="utf-8"), parse_constant=pytest.fail)  # no Infinity
     results = content["results"]["duel_text"]
-    assert results["word_perplexity,none"] is None and results["token_perplexity,none"] > 1
+    assert results["word_perplexity,none"] is None
+    assert results["token_perplexity,none"] > 1
     assert content["nulls"] == {"results.duel_text.word_perplexity,none": REASON}
-    [found] = read.from_file(file)
-    assert found.tasks["duel_text"].metrics["word_perplexity"] == math.inf
+
+    [read_again] = read.from_file(file)
+    assert read_again.tasks["duel_text"].metrics["word_perplexity"] == math.inf
 
 
 def test_score_says_why_a_value_is_null(texts, tmp_path, capsys):
@@ -42,12 +46,17 @@ def test_score_says_why_a_value_is_null(texts, tmp_path, capsys):
     score.main([texts, "--model_args", MODEL, "--device", "cpu", "--json", str(out)])
     assert " inf " in capsys.readouterr().out
     content = json.loads(out.read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["total"]["word_perplexity"] is None and content["nulls"]["total.word_perplexity"] == REASON
+    assert content["total"]["word_perplexity"] is None
+    assert content["nulls"]["total.word_perplexity"] == REASON
 
 
 def test_large_numbers_have_an_exponent():
-    assert number(1.23456789e150) == "1.2346e+150" and number(-3e12, "+.4f") == "-3.0000e+12"
-    assert number(1502355685.7) == "1502355685.70" and number(math.inf) == "inf"
+    assert number(1.23456789e150) == "1.2346e+150"
+    assert number(-3e12, "+.4f") == "-3.0000e+12"
+    assert number(1502355685.7) == "1502355685.70"
+    assert number(math.inf) == "inf"
+
     large = patches.LargeNumber(1.5e150)
     table = make_table({"results": {"a": {"word_perplexity,none": large}}, "versions": {}, "group_subtasks": {"a": []}})
-    assert "1.5000e+150" in table.lower() and large == 1.5e150
+    assert large == 1.5e150
+    assert "1.5000e+150" in table.lower()

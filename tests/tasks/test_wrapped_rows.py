@@ -26,11 +26,15 @@ def rows(documents=DOCUMENTS, **options):
 
 
 def test_the_ends_of_a_row_are_those_that_the_tokenizer_has():
-    ends = {(B, None, E): (B, E), (B, 5, None): (B, B), (None, 5, E): (5, E), (None, 5, None): (5, 5)}
-    ends[None, None, E] = (E, E)
-    for (bos, cls, eos), wanted in ends.items():
+    for bos, cls, eos, expected in (
+        (B, None, E, (B, E)),
+        (B, 5, None, (B, B)),
+        (None, 5, E, (5, E)),
+        (None, 5, None, (5, 5)),
+        (None, None, E, (E, E)),
+    ):
         tokenizer = SimpleNamespace(bos_token_id=bos, cls_token_id=cls, eos_token_id=eos)
-        assert _start_and_end(tokenizer) == wanted
+        assert _start_and_end(tokenizer) == expected
     with pytest.raises(DuelError, match="framed=false"):
         _start_and_end(SimpleNamespace(bos_token_id=None, cls_token_id=None, eos_token_id=None))
 
@@ -56,13 +60,13 @@ def test_rows_by_hand():
 def official(documents, length, insert_eos, framed):
     """The authors' wrapping from its description: batches of 1,000 documents, each concatenated and cut by itself."""
     size = length - 2 if framed else length
-    found = []
+    cut = []
     for first in range(0, len(documents), 1000):
         stream = concatenated(documents[first : first + 1000], insert_eos)
         for start in range(0, len(stream) // size * size, size):
             chunk = stream[start : start + size]
-            found.append([B, *chunk, E] if framed else chunk)
-    return found
+            cut.append([B, *chunk, E] if framed else chunk)
+    return cut
 
 
 def concatenated(documents, insert_eos):
@@ -95,10 +99,17 @@ def test_the_official_remainder_is_that_of_each_batch(framed, insert_eos, count)
 
 def test_a_token_text_is_a_text():
     text = TokenText("a b", [0, 1, 2, 3], (1, 1), ("tiny", "abc"))
-    again = pickle.loads(pickle.dumps(text))
-    assert again == "a b" == text and type(again) is TokenText
-    assert (again.token_ids, again.special_tokens, again.tokenizer) == ((0, 1, 2, 3), (1, 1), ("tiny", "abc"))
-    assert again.digest == text.digest != TokenText("a b", [0, 1, 2, 4], (1, 1), ("tiny", "abc")).digest
+    assert text == "a b"
+    assert text.digest != TokenText("a b", [0, 1, 2, 4], (1, 1), ("tiny", "abc")).digest
+
+    unpickled = pickle.loads(pickle.dumps(text))
+    assert type(unpickled) is TokenText
+    assert unpickled == "a b"
+    assert unpickled.token_ids == (0, 1, 2, 3)
+    assert unpickled.special_tokens == (1, 1)
+    assert unpickled.tokenizer == ("tiny", "abc")
+    assert unpickled.digest == text.digest
+
     with pytest.raises(DuelError, match="A row of 2 ids cannot have 2 and 1 special tokens"):
         TokenText("a", [1, 2], (2, 1))
 
@@ -113,9 +124,9 @@ def test_the_ids_are_scored_as_they_stand(dit):
     mine = (dit, lm.text.fingerprint)
     row = [0, 3, 1, 2, 0]
     text = TokenText("letters that the tokenizer does not know", row, (1, 1), mine)
-    (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,), doc={"duel_tokens": 4}))
-    alone = Duel(lm.denoiser, "greedy", 2, "row").log_prob([Window((0,), (3, 1, 2, 0))])[0]
-    assert value == pytest.approx(alone.log_prob, abs=1e-4)
+    [value] = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,), doc={"duel_tokens": 4}))
+    [score] = Duel(lm.denoiser, "greedy", 2, "row").log_prob([Window((0,), (3, 1, 2, 0))])
+    assert value == pytest.approx(score.log_prob, abs=1e-4)
     for wrong, message in (
         (TokenText("x", row, (1, 1), ("gpt2", "0123")), r"come from the tokenizer gpt2 \(0123\), but this model's is"),
         (TokenText("x", row * 99, (1, 1), mine), "rows of a wrapped task are not cut again"),
