@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,9 +24,11 @@ def test_every_number_that_json_lacks_is_null_and_named():
         "g": "inf",
         "h": 10**400,
     }
-    found = json.loads(command_line.dumps(content), parse_constant=pytest.fail)
-    reasons = found.pop("nulls")
-    assert found == {
+
+    in_json = json.loads(command_line.dumps(content), parse_constant=pytest.fail)
+
+    reasons = in_json.pop("nulls")
+    assert in_json == {
         "a": [1.0, None, {"b": None}],
         "c": {"d": [None, 2], "e": True},
         "f": None,
@@ -33,16 +36,22 @@ def test_every_number_that_json_lacks_is_null_and_named():
         "h": 10**400,
     }
     assert list(reasons) == ["a.1", "a.2.b", "c.d.0"]
-    assert reasons["a.1"].startswith("infinite") and reasons["a.2.b"].startswith("minus infinity")
+    assert reasons["a.1"].startswith("infinite")
+    assert reasons["a.2.b"].startswith("minus infinity")
     assert reasons["c.d.0"] == "not a number"
+
     assert "nulls" not in json.loads(command_line.dumps({"a": 1.0}))
 
 
 def test_json_is_written_or_printed(tmp_path, capsys):
-    command_line.write_json(str(tmp_path / "a.json"), {"a": "\u00e9"})
+    content = {"a": "\u00e9"}
+
+    command_line.write_json(str(tmp_path / "a.json"), content)
     assert capsys.readouterr().out == ""
-    command_line.write_json(command_line.STDOUT, {"a": "\u00e9"})
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "a.json").read_text()) == {"a": "\u00e9"}
+    assert json.loads((tmp_path / "a.json").read_text()) == content
+
+    command_line.write_json(command_line.STDOUT, content)
+    assert json.loads(capsys.readouterr().out) == content
 
 
 # ---------------------------------------------------------------- tables
@@ -131,16 +140,29 @@ def values(*words):
 
 def test_flags_have_their_values():
     assert values() == {
-        **{"name": None, "model_args": {}, "json": None, "count": 3, "counts": [1, 2], "truth": False},
+        "name": None,
+        "model_args": {},
+        "json": None,
+        "count": 3,
+        "counts": [1, 2],
+        "truth": False,
         "formats": ["png"],
         "zero": 0,
-        **{"text": None, "needed": "x"},
+        "text": None,
+        "needed": "x",
     }
-    found = values("demo-mdm", "--count", "7", "--counts", "5", "6", "--truth", "--text", "t", "--json")
-    assert found["name"] == "demo-mdm" and (found["count"], found["counts"]) == (7, [5, 6])
-    assert found["truth"] is True and found["text"] == "t" and found["json"] == command_line.STDOUT
+
+    given = values("demo-mdm", "--count", "7", "--counts", "5", "6", "--truth", "--text", "t", "--json")
+    assert given["name"] == "demo-mdm"
+    assert given["count"] == 7
+    assert given["counts"] == [5, 6]
+    assert given["truth"] is True
+    assert given["text"] == "t"
+    assert given["json"] == command_line.STDOUT
+
     assert values("--json", "a.json")["json"] == "a.json"
-    assert values("--tex=a=b")["text"] == "a=b" and values("--trut")["truth"] is True
+    assert values("--tex=a=b")["text"] == "a=b"
+    assert values("--trut")["truth"] is True
     assert values("--model-args", "block=4")["model_args"] == {"block": 4}
     assert values("--", "--odd")["name"] == "--odd"
 
@@ -191,11 +213,11 @@ def test_help_has_every_flag_with_its_default():
 
 
 def test_widths_of_figures():
-    for written, taken in (("3", True), ("30", True), ("2.9", False), ("31", False), ("nan", False)):
-        try:
-            assert FLAGS["width"].read("--width", written) == float(written) and taken
-        except DuelError:
-            assert not taken
+    assert FLAGS["width"].read("--width", "3") == 3.0
+    assert FLAGS["width"].read("--width", "30") == 30.0
+    for written in ("2.9", "31", "nan"):
+        with pytest.raises(DuelError):
+            FLAGS["width"].read("--width", written)
 
 
 def test_files_and_folders_to_write(tmp_path):
@@ -203,25 +225,28 @@ def test_files_and_folders_to_write(tmp_path):
     (tmp_path / "file").chmod(0o755)
     (tmp_path / "folder").mkdir()
     new = tmp_path / "a" / "b" / "c"
-    for kind, name, taken in (
-        (command_line.FOLDER, tmp_path / "folder", True),
-        (command_line.FOLDER, new, True),
-        (command_line.FOLDER, tmp_path / "file", False),
-        (command_line.FOLDER, tmp_path / "file" / "below", False),
-        (command_line.FOLDER, "", False),
-        (command_line.FILE, tmp_path / "file", True),
-        (command_line.FILE, tmp_path / "new", True),
-        (command_line.FILE, tmp_path / "folder", False),
-        (command_line.FILE, new, False),
-        (command_line.FILE, "", False),
-        (command_line.FILE, command_line.STDOUT, True),
-        (command_line.EXISTING, tmp_path / "folder", True),
-        (command_line.EXISTING, tmp_path / "file", False),
+
+    for kind, name in (
+        (command_line.FOLDER, tmp_path / "folder"),
+        (command_line.FOLDER, new),
+        (command_line.FILE, tmp_path / "file"),
+        (command_line.FILE, tmp_path / "new"),
+        (command_line.FILE, command_line.STDOUT),
+        (command_line.EXISTING, tmp_path / "folder"),
     ):
-        try:
-            assert kind("out", str(name)) == str(name) and taken, name
-        except DuelError:
-            assert not taken, name
+        assert kind("out", str(name)) == str(name)
+
+    for kind, name in (
+        (command_line.FOLDER, tmp_path / "file"),
+        (command_line.FOLDER, tmp_path / "file" / "below"),
+        (command_line.FOLDER, ""),
+        (command_line.FILE, tmp_path / "folder"),
+        (command_line.FILE, new),
+        (command_line.FILE, ""),
+        (command_line.EXISTING, tmp_path / "file"),
+    ):
+        with pytest.raises(DuelError):
+            kind("out", str(name))
 
 
 def test_what_cannot_be_written_to(tmp_path, monkeypatch):
@@ -274,16 +299,18 @@ def test_what_a_command_raises_is_its_own_but_in_lm_evals(name, monkeypatch):
     def failing(*_):
         raise FileNotFoundError(2, "No such file", "x")
 
-    monkeypatch.setattr(
-        program.importlib, "import_module", lambda _: type("Module", (), {"main": staticmethod(failing)})
-    )
+    monkeypatch.setattr(program.importlib, "import_module", lambda _: SimpleNamespace(main=failing))
+
     if name not in program.COMMANDS:
         program.main([name] if name else [])
-        return
-    with pytest.raises(FileNotFoundError if name == "run" else Exit) as ended:
-        program.main([name])
-    if name != "run":
-        assert ended.value.code == command_line.FAILED and "x" in str(ended.value)
+    elif name == "run":
+        with pytest.raises(FileNotFoundError):
+            program.main([name])
+    else:
+        with pytest.raises(Exit) as ended:
+            program.main([name])
+        assert ended.value.code == command_line.FAILED
+        assert "x" in str(ended.value)
 
 
 def test_versions_are_those_that_numbers_depend_on(capsys, monkeypatch):
@@ -310,8 +337,12 @@ def test_versions_are_those_that_numbers_depend_on(capsys, monkeypatch):
 def test_errors_of_memory(error, code, own, monkeypatch):
     """In lm-eval's command, too, Ctrl-C and a reader that left are ends; an error of memory keeps its traceback."""
     monkeypatch.setattr(command_line.os, "dup2", lambda *_: None)
-    kept = code is None or (not own and code == 1)
-    with pytest.raises(type(error) if kept else Exit) as ended, errors_as_exit_codes(own):
-        raise error
-    if not kept:
+    keeps_its_traceback = code is None or (not own and code == 1)
+
+    if keeps_its_traceback:
+        with pytest.raises(type(error)), errors_as_exit_codes(own):
+            raise error
+    else:
+        with pytest.raises(Exit) as ended, errors_as_exit_codes(own):
+            raise error
         assert ended.value.code == code

@@ -208,7 +208,7 @@ def task(**entry):
 
 
 @pytest.mark.parametrize(
-    ("entry", "of_run", "longest"),
+    ("entry", "longest_of_run", "longest"),
     [
         ({"longest_document": 30}, 70, 30),
         ({}, 70, 70),
@@ -216,11 +216,11 @@ def task(**entry):
         ({"longest_document": 30, "documents": 4}, None, 30),
     ],
 )
-def test_the_longest_document_of_a_run_that_scored_all(entry, of_run, longest):
+def test_the_longest_document_of_a_run_that_scored_all(entry, longest_of_run, longest):
     run_of_task = runs.Run(
         file=None,
         content={},
-        config=config(duel={"longest_document": of_run}),
+        config=config(duel={"longest_document": longest_of_run}),
         header=runs.Header(),
         every_task={"t": task(**entry)},
         groups=[],
@@ -264,12 +264,12 @@ def test_arguments_and_versions_as_text():
 
 @pytest.mark.parametrize("bos", ["given", "none", "official"])
 def test_scored_positions(bos):
-    of_run = SimpleNamespace(config=config(duel={"bos": bos}), spec={})
-    of_spec = SimpleNamespace(config=config(), spec={"special_tokens": f"[0] text [], bos={bos}"})
+    run_that_says = SimpleNamespace(config=config(duel={"bos": bos}), spec={})
+    run_of_a_spec = SimpleNamespace(config=config(), spec={"special_tokens": f"[0] text [], bos={bos}"})
     expected = "bos=official" if bos == "official" else "the text"
 
-    assert match.positions(of_run) == expected
-    assert match.positions(of_spec) == expected
+    assert match.positions(run_that_says) == expected
+    assert match.positions(run_of_a_spec) == expected
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (2, 0), (0, 3), (2, 2)])
@@ -416,11 +416,11 @@ def test_the_newest_of_two_baselines_is_the_one_of_the_gaps(tmp_path):
 @pytest.mark.parametrize("dates", [(5.0, 7.0), (7.0, 5.0)])
 def test_of_the_baselines_of_several_tasks_the_newest_with_a_task_is_its_own(tmp_path, dates):
     """One has two tasks and the other has one of them: both are baselines if the first is older."""
-    of_both, of_one = dates
-    value_of_both = 10.0 + of_both
-    value_of_one = 10.0 + of_one
-    put(hf(tmp_path / "results", per_token(["t", "u"], [value_of_both, value_of_both])), "date", of_both)
-    put(hf(tmp_path / "results", per_token(["t"], [value_of_one])), "date", of_one)
+    date_of_both, date_of_one = dates
+    value_of_both = 10.0 + date_of_both
+    value_of_one = 10.0 + date_of_one
+    put(hf(tmp_path / "results", per_token(["t", "u"], [value_of_both, value_of_both])), "date", date_of_both)
+    put(hf(tmp_path / "results", per_token(["t"], [value_of_one])), "date", date_of_one)
     ours(tmp_path / "results", per_token(["t", "u"], [30.0, 30.0]))
 
     content = run(tmp_path, "--as_published")

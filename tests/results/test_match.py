@@ -110,6 +110,7 @@ def test_equal_texts_are_separate_documents(tmp_path):
 def test_documents_are_compared_with_the_first_that_has_samples(tmp_path):
     two(tmp_path, {"log": False})
     ours(tmp_path / "results", estimator="elbo", **OTHER_TEXTS)
+
     with pytest.raises(DuelError, match=r"documents: 4 \(3 of them in both\)"):
         run(tmp_path)
 
@@ -118,10 +119,13 @@ def test_an_unknown_tokenizer_is_refused_and_the_quotient_of_metrics_tells(tmp_p
     owt(tmp_path, duel=(21.0, {}))
     with pytest.raises(DuelError, match=r"tokenizer \(unknown\): unknown in .* but gpt2-hash in .*--log_samples"):
         run(tmp_path)
+
+    # Two tokens a word in both: log 400 / log 20 = log 625 / log 25.
     other = tmp_path / "other"
     hf(other / "ar", {"owt": {"token_perplexity": 20.0, "word_perplexity": 400.0}})
     file = ours(other / "results", {"owt": {"token_perplexity": 25.0, "word_perplexity": 625.0}})
     assert rows(run(other), "owt")["MDLM"]["value"] == pytest.approx(25.0)
+
     put(file, "results.owt.word_perplexity,none", 626.0)
     with pytest.raises(DuelError, match="tokenizer: unknown in"):
         run(other)

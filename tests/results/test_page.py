@@ -77,17 +77,21 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
     value = '(row) => parseFloat(row.querySelector("td.g-value:not(.plot)").textContent.replace("≤ ", ""))'
     values = opened.run(f'[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map({value})')
     assert values == sorted(values), "rows come in the order of their ranks"
-    first = rows(opened, "rank")
-    titles = 'document.querySelectorAll("#board thead button")'
-    for n in range(opened.run(f"{titles}.length")):
+    *ranks, rank_of_oracle = rows(opened, "rank")
+    assert rank_of_oracle == ""
+
+    buttons = 'document.querySelectorAll("#board thead button")'
+    titles = opened.run(f"[...{buttons}].map((button) => button.textContent)")
+    assert "sotu ppl/token" in titles
+    for n, title in enumerate(titles):
         for direction in ("ascending", "descending"):
-            opened.run(f"{titles}[{n}].click()")
-            assert opened.run(f'{titles}[{n}].closest("th").ariaSort') == direction or n == 0
+            opened.run(f"{buttons}[{n}].click()")
+            assert opened.run(f'{buttons}[{n}].closest("th").ariaSort') == direction or n == 0
             assert opened.run('document.querySelectorAll("#board thead th[aria-sort]").length') == 1
             assert rows(opened, "estimator")[-1].startswith("Oracle")
             assert rows(opened, "rank")[-1] == ""
-        if opened.run(f"{titles}[{n}].textContent") == "sotu ppl/token":
-            assert rows(opened, "rank")[:-1] == first[:-1][::-1]
+        if title == "sotu ppl/token":
+            assert rows(opened, "rank") == [*reversed(ranks), ""]
 
 
 def test_the_filter(opened):

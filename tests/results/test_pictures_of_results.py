@@ -53,13 +53,18 @@ def report(request, folders):
 # ---------------------------------------------------------------- the figure of values
 
 
+def texts(items):
+    """What the labels of an axis or a legend say."""
+    return [item.get_text() for item in items]
+
+
 def marks(axes):
     """The marks of values. A mark that stands in the legend alone has no place."""
-    found = []
+    lines = []
     for line in axes.lines:
         if line.get_marker() not in ("|", "None") and len(line.get_xdata()):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def ends(lines):
@@ -69,14 +74,18 @@ def ends(lines):
 
 def labels_of_values(axes):
     """The texts beside the marks, by height."""
-    texts = [text for text in axes.texts if hasattr(text, "xy")]
-    return {text.xy[1]: text for text in texts}
+    labels = {}
+    for text in axes.texts:
+        if hasattr(text, "xy"):
+            _, height = text.xy
+            labels[height] = text
+    return labels
 
 
 def check_marks(axes, rows):
     """Each row has its mark at its value, its name and its number at its height, and the rows go down."""
     points = marks(axes)
-    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    names = texts(axes.get_yticklabels())
     heights = list(axes.get_yticks())
     labels = labels_of_values(axes)
     left, right = axes.get_xlim()
@@ -107,20 +116,25 @@ def check_intervals(axes, rows):
     left, right = axes.get_xlim()
     thin = [line for line in axes.lines if line.get_marker() == "|"]
     thick = [line for line in axes.lines if line.get_linewidth() == 4]
-    intervals = [compared.interval for compared in rows if compared.interval]
-    drawn_intervals = [compared.row.drawn_interval for compared in rows if compared.row.drawn_interval]
+    intervals = []
+    drawn_intervals = []
+    for compared in rows:
+        if compared.interval:
+            intervals.append(pytest.approx(compared.interval))
+        if compared.row.drawn_interval:
+            drawn_intervals.append(pytest.approx(compared.row.drawn_interval))
 
-    assert ends(thin) == [pytest.approx(interval) for interval in intervals]
-    for low, high in intervals:
+    assert ends(thin) == intervals
+    for low, high in ends(thin):
         assert left < low < right
         assert left < high < right
-    assert ends(thick) == [pytest.approx(interval) for interval in drawn_intervals]
+    assert ends(thick) == drawn_intervals
 
 
 def check_legend(figure):
     """Every kind of mark is explained once."""
     [legend] = figure.legends
-    labels = [text.get_text() for text in legend.get_texts()]
+    labels = texts(legend.get_texts())
     assert sorted(labels) == sorted(set(labels))
     for expected in ("(dotted line", "ELBO (upper bound)", "ELBO, eps > 0 (no bound)", "DUEL", "Oracle"):
         assert any(expected in label for label in labels), labels
@@ -161,7 +175,8 @@ def check_points(axes, lines, rows):
     expected = []
     for rule, (_, nfe) in RULES.items():
         expected.append((int(tokens * nfe) / tokens, values[rule]))
-    assert points == [pytest.approx(point) for point in sorted(expected)]
+    for point, expected_point in zip(points, sorted(expected), strict=True):
+        assert point == pytest.approx(expected_point)
 
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
@@ -200,8 +215,8 @@ def test_every_rule_of_the_figure_of_speeds_lies_inside_of_its_axes(report):
     check_levels(lines, speeds)
     assert ("log" in axes.get_ylabel()) == (axes.get_yscale() == "log")
     [legend] = axes.figure.legends
-    in_legend = {text.get_text() for text in legend.get_texts()}
-    assert in_legend == {label for label in lines if not label.startswith("_")}
+    explained = [label for label in lines if not label.startswith("_")]
+    assert set(texts(legend.get_texts())) == set(explained)
 
 
 # ---------------------------------------------------------------- the page

@@ -421,11 +421,14 @@ def test_a_report_names_files_as_the_command_does(tmp_path, monkeypatch, capsys)
     """A folder that is named relative to the current one brings no folder above it into what is shared."""
     made(tmp_path)
     monkeypatch.chdir(tmp_path)
+
     run(Path(), "--page")
+
     assert str(tmp_path) not in capsys.readouterr().out
     for name in ("report.md", "report.csv", "report.json", "index.html"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
 
     named_twice = read.files(["results", tmp_path / "results", "ar"])
-    assert len(named_twice) == len({path.resolve() for path in named_twice}) == 4
+    assert len(named_twice) == 4
+    assert len({path.resolve() for path in named_twice}) == 4
     assert runs.common_folder(read.runs([tmp_path / "results", "ar"])) == "."

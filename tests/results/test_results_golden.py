@@ -57,11 +57,11 @@ def folder(tmp_path_factory):
     hard = chance.normal(3.4, 0.4, 12)  # nats per token
 
     def docs(shift, tasks=("sotu",)):
-        found = {}
+        by_task = {}
         for task in tasks:
             rates = hard + shift + chance.normal(0, 0.02, 12)
-            found[task] = documents(-tokens * rates, tokens)
-        return found
+            by_task[task] = documents(-tokens * rates, tokens)
+        return by_task
 
     made = folder / MADE
     mdlm = {"model": "org/MDLM"}
@@ -116,11 +116,11 @@ def edges(tmp_path_factory):
 
     def docs(shift, **counts):
         """Documents of tasks, `counts` of each."""
-        found = {}
+        by_task = {}
         for task, count in counts.items():
             rates = hard[:count] + shift + chance.normal(0, 0.02, count)
-            found[task] = documents(-tokens[:count] * rates, tokens[:count])
-        return found
+            by_task[task] = documents(-tokens[:count] * rates, tokens[:count])
+        return by_task
 
     sizes = {"nine": 9, "ten": 10, "one": 1, "two": 2}
     hf(folder, model="org/AR", docs=docs(-0.2, **sizes), dtype="torch.bfloat16")
@@ -157,10 +157,10 @@ def edges(tmp_path_factory):
 
     # the same result twice, once with another value; a coarse dtype on two GPUs; a part from a response cache
     again = docs(0.1, ten=10)
-    for device, ranks, seconds in (("cuda", 2, 1.0), ("cuda", 2, 1.5)):
+    for seconds in (1.0, 1.5):
         where = {
-            "device": device,
-            "ranks": ranks,
+            "device": "cuda",
+            "ranks": 2,
             "seconds": seconds,
             "forwards": 12345,
             "peak_memory_bytes": 3 * 2**30,
@@ -213,8 +213,14 @@ def grouped(body):
     body["results"]["all"] = {"acc,none": 0.5}
     body["results"]["empty"] = {"alias": "empty"}
     body["results"]["choice"] = {
-        **{"acc,none": 1.0, "acc_stderr,none": 0.0, "acc,strict": 0.25, "acc_stderr,strict": 0.125},
-        **{"brier,none": 0.125, "brier_stderr,none": "N/A", "word_count": 7, "acc_norm,none": 0.75},
+        "acc,none": 1.0,
+        "acc_stderr,none": 0.0,
+        "acc,strict": 0.25,
+        "acc_stderr,strict": 0.125,
+        "brier,none": 0.125,
+        "brier_stderr,none": "N/A",
+        "word_count": 7,
+        "acc_norm,none": 0.75,
     }
     body["configs"]["choice"] = {"output_type": "loglikelihood"}
     body["versions"]["choice"] = 2.0

@@ -81,10 +81,10 @@ def test_the_sentence_about_a_model(tmp_path, results, words, said, not_said):
 def test_errors_in_cells_are_of_what_they_stand_behind(tmp_path):
     """The error of a gap is that of the value; that of a gap closed has its own unit; ± ? where none is known."""
     hf(tmp_path, docs=docs(), model="AR")
-    of_elbo = ours(tmp_path, docs=docs(30), log=False, **MONTE_CARLO)
-    of_estimate = ours(tmp_path, docs=docs(15), estimator="two_phase", spec={"sample": "0.05"}, log=False)
-    put(of_elbo, "config.duel.tasks.sotu.values.elbo.stderr", 0.9)
-    put(of_estimate, "config.duel.tasks.sotu.values.two_phase.stderr", 0.45)
+    elbo_file = ours(tmp_path, docs=docs(30), log=False, **MONTE_CARLO)
+    estimate_file = ours(tmp_path, docs=docs(15), estimator="two_phase", spec={"sample": "0.05"}, log=False)
+    put(elbo_file, "config.duel.tasks.sotu.values.elbo.stderr", 0.9)
+    put(estimate_file, "config.duel.tasks.sotu.values.two_phase.stderr", 0.45)
 
     def rows_by_estimator():
         return {compared.row.estimator: compared for compared in board(tmp_path).tasks["sotu"].rows}
@@ -100,7 +100,7 @@ def test_errors_in_cells_are_of_what_they_stand_behind(tmp_path):
     assert estimate.closed.stderr == pytest.approx(100 * math.hypot(error_of_elbo, error_of_estimate), rel=1e-2)
     assert columns.closed(estimate, " %") == f"62.2 ± {estimate.closed.stderr:.1f} %"
 
-    put(of_estimate, "config.duel.tasks.sotu.values.two_phase.stderr", None)
+    put(estimate_file, "config.duel.tasks.sotu.values.two_phase.stderr", None)
     estimate = rows_by_estimator()["two_phase"]
     assert columns.gap(estimate.row, estimate.gap) == "+18.18 ± ?"
 
@@ -172,17 +172,21 @@ def test_costs_of_a_part_of_a_run_are_remarked_in_every_form(tmp_path):
     duel = {"forwards": 1234, "rows": 5678, "seconds": 9.0, "answers_from_cache": 1}
     ours(tmp_path, docs=docs(), duel=duel)
     hf(tmp_path, docs=docs(1.0))
+
     report = board(tmp_path)
+
     [cost] = [cost for cost in report.costs if not cost.baseline]
     table = columns.cost([cost])
-    cells = dict(zip(table.heads, table.rows[0], strict=True))
+    cells = cells_of(table)
     [mark] = [mark for mark, remark in table.remarks.items() if remark.fact == costs.CACHED]
     assert cells["s per token"] == mark
     for head in ("forwards", "rows", "whole run, s", "x AR"):
         assert cells[head].endswith(mark)
     assert files.cost(cost)["seconds_per_token"] is None
+
     [method] = [standing.method for standing in report.standings.rows if standing.method.is_duel]
-    assert method.seconds_per_token is None and method.seconds_reason == costs.CACHED
+    assert method.seconds_per_token is None
+    assert method.seconds_reason == costs.CACHED
 
 
 def test_every_result_of_a_value_has_a_time_over_the_elbo(tmp_path):
@@ -190,9 +194,11 @@ def test_every_result_of_a_value_has_a_time_over_the_elbo(tmp_path):
     for seconds in (4.0, 6.0):
         ours(tmp_path, docs=docs(), duel={"seconds": seconds})
     ours(tmp_path, docs=docs(), estimator="elbo", duel={"seconds": 2.0})
-    report = board(tmp_path)
-    ratios = [cost.over_elbo.value for cost in report.costs if cost.run.config.estimator == "duel"]
-    assert sorted(ratios) == pytest.approx([2.0, 3.0])
+
+    costs_of_duel = [cost for cost in board(tmp_path).costs if cost.run.config.estimator == "duel"]
+
+    ratios = sorted(cost.over_elbo.value for cost in costs_of_duel)
+    assert ratios == pytest.approx([2.0, 3.0])
 
 
 # ---------------------------------------------------------------- commands
