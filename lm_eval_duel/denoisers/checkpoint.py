@@ -42,6 +42,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 DIT_TOKENIZER = "gpt2"  # of the published checkpoints of our own DiT, which have none
 MOVED = ("eurobert",)  # model types that were published with their own code, which is now in transformers
+UNKNOWN = "which is known neither to this package nor to transformers"
 EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a network that edits revealed tokens
 
 
@@ -219,14 +220,25 @@ class Checkpoint:
         if not is_known:
             raise self.unknown()
 
-    def unknown(self, reason: str = "which is not known here") -> DuelError:
-        """The error for a network that is not known: what config.json says that it is, and the ways to score it."""
+    def unknown(self, reason: str = UNKNOWN, same_as: str = "") -> DuelError:
+        """The error for a network that is not known: what config.json says that it is, and the ways to score it.
+
+        `same_as`: the class of transformers that has its model type, if there is one.
+        """
         architectures = self.config.get("architectures")
         classes = ", ".join(dict.fromkeys(class_names({"architectures": architectures})))
         kind = self.config.get("model_type")
         what = f"a {classes}" if classes else "a network of no named class"
         what += f" (model_type {kind!r})" if kind else ", and it has no model_type"
         ways = ["If it has the network of a known family, pass family=<its name>."]
+        if same_as:
+            edited = f'If it is the same network as {same_as}, set architectures to ["{same_as}"] in its config.json'
+            if same_as in PLAIN:
+                edited += (
+                    ", and pass estimator=ar, or, if it was trained as a masked diffusion model, "
+                    "attention=bidirectional with mask_token_id=<id>"
+                )
+            ways.append(f"{edited}.")
         if self.config.get("auto_map"):
             trusted = "trust_remote_code=true"
             remote = trusted if self.options.attention == "causal" else f"backend=remote,{trusted}"
@@ -286,11 +298,14 @@ def _family_of_plain_decoder(name: str, options: LoadOptions) -> Family:
 
 
 def autoregressive(name: str, classes: str) -> UsageError:
-    """The error for a checkpoint that looks autoregressive."""
+    """The error for a checkpoint whose class is an autoregressive one of transformers."""
+    if classes in PLAIN:
+        attention = ", or attention=bidirectional with mask_token_id=<id>"
+    else:
+        attention = f" (attention=bidirectional is for {', '.join(PLAIN)})"
     return UsageError(
         f"By its config.json {name} is a {classes}, autoregressive: add estimator=ar. If it was trained as a masked "
-        "diffusion model, pass family=<its family>, or attention=bidirectional with mask_token_id=<id>. "
-        f"Families: {documentation('checkpoints.md')}."
+        f"diffusion model, pass family=<its family>{attention}. Families: {documentation('checkpoints.md')}."
     )
 
 

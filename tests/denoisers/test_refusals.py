@@ -83,6 +83,25 @@ def test_an_unknown_network_is_refused_once_with_every_way_to_score_it(tmp_path)
         refused(str(tmp_path), ways, attention=attention)
 
 
+def test_an_unknown_class_over_a_known_model_type_is_called_unknown_and_every_way_named_works(tmp_path):
+    """Its model type alone does not make it autoregressive."""
+    bidirectional = {"attention": "bidirectional", "mask_token_id": 4}
+    path, causal = written(tmp_path, "llama", {"architectures": ["MyDiffusionLM"]})
+    for options in ({}, bidirectional, causal):
+        refused(path, r"^((?!, autoregressive).)*MyDiffusionLM((?!, autoregressive).)*$", **options)
+        refused(path, r"family=.*\[\"LlamaForCausalLM\"\].*estimator=ar.*attention=bidirectional", **options)
+    assert denoisers.load(path, device="cpu", family="a2d-llama", mask_token_id=4).attention == "bidirectional"
+
+    path, _ = written(tmp_path, "llama", {"architectures": ["LlamaForCausalLM"]})
+    for options in (bidirectional, causal):
+        assert denoisers.load(path, device="cpu", **options).attention == options["attention"]
+
+    # `attention` is for the decoders that are run here, so it is not offered where it leads to this error again.
+    refused(path, r"or attention=bidirectional with mask_token_id")
+    path, _ = written(tmp_path, "gpt2")
+    refused(path, r"^((?!or attention=bidirectional).)*estimator=ar((?!or attention=bidirectional).)*$")
+
+
 # ---------------------------------------------------------------- arguments that do not apply
 
 ARGUMENTS = [  # a family, arguments, and what the error names: the last argument unless said

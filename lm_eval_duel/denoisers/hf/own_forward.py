@@ -65,10 +65,11 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if config_class not in MODEL_FOR_MASKED_LM_MAPPING:
         if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+            require_known(checkpoint, MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__)
             raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
     native = MODEL_FOR_MASKED_LM_MAPPING[config_class]
-    require_known(config, options.name, native.__name__, SAME_NETWORK)
+    require_known(checkpoint, native.__name__, SAME_NETWORK)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
@@ -136,7 +137,7 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
         )
     if native is None:
         raise DuelError(f"Cannot read checkpoint '{name}': its network is not autoregressive; leave estimator=ar out.")
-    require_known(checkpoint.config, name, native.__name__)
+    require_known(checkpoint, native.__name__)
     if classes:
         log.warning("By its config %s is a %s; scoring it as transformers' %s", name, classes, native.__name__)
 
@@ -147,26 +148,15 @@ def _class_names() -> frozenset[str]:
     return frozenset(name.lower() for name in dir(transformers))
 
 
-def require_known(
-    config: dict[str, Any],
-    name: str,
-    native: str,
-    also: tuple[str, ...] = (),
-) -> None:
+def require_known(checkpoint: Checkpoint, native: str, also: tuple[str, ...] = ()) -> None:
     """Raise DuelError if a config names a class that is neither in transformers nor one of `also`.
 
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
     names = _class_names() | {name.lower() for name in also}
-    unknown = []
-    for kind in config.get("architectures") or []:
+    for kind in checkpoint.config.get("architectures") or []:
         if str(kind).lower() not in names:
-            unknown.append(kind)
-    if unknown:
-        raise DuelError(
-            f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "
-            f'network as {native}, set architectures to ["{native}"] in its config.json.'
-        )
+            raise checkpoint.unknown(same_as=native)
 
 
 class OwnForward(Pretrained):
