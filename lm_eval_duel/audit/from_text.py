@@ -151,13 +151,22 @@ class FromText:
         return math.exp(nats / count)
 
     def odd(self, printed: Mapping[str, float]) -> list[str]:
-        """Notes on what is no fault of the package, but points to a wrong argument, such as the shift or the mask."""
+        """Notes on what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
+
+        On a short text the unigram can be above the number of tokens, which a network that knows nothing has.
+        """
         value = printed.get("token_perplexity", math.nan)
-        if not value > self.unigram:
+        without_context = f"a unigram of its texts has {self.unigram:.2f}"
+        limit = self.unigram
+        tokens = max(self.vocabulary, len(self.ids))
+        if limit > tokens:
+            without_context = f"a network for which all {tokens:,} tokens are alike has {tokens:,}"
+            limit = tokens
+        if not value > limit:
             return []
         return [
-            f"the token perplexity of {self.task} is {value:.2f}, and a unigram of its texts has {self.unigram:.2f}: "
-            "check the mask, shift_logits, the special tokens and the tokenizer"
+            f"the token perplexity of {self.task} is {value:.2f}, and {without_context}: check the mask, shift_logits, "
+            "the special tokens and the tokenizer"
         ]
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser, plain_table
-from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.console.command_line import FAILED, FLAGS, Flag, Parser, plain_table, stop
+from lm_eval_duel.errors import usage
 from lm_eval_duel.options import Options, model_of
 
 if TYPE_CHECKING:
@@ -32,12 +31,13 @@ Prints, in float32:
 3. The perplexities that each task prints, compared with those from its raw text (ids by the tokenizer alone, counts,
    and the reference's sums); the errors of totals; values that contradict each other; the distribution of random draws.
 4. One line: PASS, FAIL or NOTHING CHECKED, of how many windows and tokens, what was compared, and what was not.
-Exit codes: 0 for PASS, 1 for FAIL, 3 if no window could be checked.
+Exit codes: 0 for PASS, 1 for FAIL, 3 if no window could be checked, 2 for everything that kept `audit` from a verdict:
+a wrong argument, a checkpoint or a text that cannot be read, a rule that fails.
 """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if something differs."""
+    """Audit a checkpoint: `lm-eval-duel audit`. Raises Exit if something differs, or if nothing could be checked."""
     options = parse(arguments)
 
     from lm_eval_duel.cli.audited_run import audit
@@ -47,11 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     print("\n".join(lines))
     print(findings.verdict)
     if findings.failures:
-        raise DuelError(f"{'; '.join(findings.failures)}.")
+        stop(FAILED, f"{'; '.join(findings.failures)}.")
     if findings.unchecked:
-        message = "Nothing was checked: no window could be compared with the reference."
-        print(message, file=sys.stderr)
-        raise Exit(UNCHECKED, message)
+        stop(UNCHECKED, "Nothing was checked: no window could be compared with the reference.")
 
 
 @usage()

@@ -25,6 +25,7 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.errors import counted, documentation
 from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request, name
 from lm_eval_duel.options import Options
@@ -128,6 +129,7 @@ def audit(options: argparse.Namespace) -> Audit:
     from lm_eval.utils import setup_logging
 
     setup_logging()
+    patches.without_our_advice()  # the tasks are loaded before a model, which drops it, too
     require_loadable(Options.parse({**options.model, "dtype": options.dtype}))
     metadata = {**options.model_args, **options.metadata}
     tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, DOCUMENTS))

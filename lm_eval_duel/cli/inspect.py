@@ -174,8 +174,10 @@ def _load_tasks(options: argparse.Namespace) -> list[Task]:
     """The tasks of --tasks; raises DuelError for what is wrong with them or the checkpoint, before weights are read."""
     if not options.tasks:
         return []
+    from lm_eval_duel.harness import patches
     from lm_eval_duel.text.loading import require_loadable
 
+    patches.without_our_advice()
     require_loadable(Options.parse(options.model))
     metadata = {**options.model_args, **options.metadata}
     return named.load(options.tasks, metadata, options.include_path, options.limit)

@@ -8,7 +8,9 @@ import textwrap
 from importlib import metadata
 
 from lm_eval_duel.console.command_line import (
+    FAILED,
     PROGRAM,
+    WRONG,
     errors_as_exit_codes,
     plain_table,
     print_on_any_console,
@@ -55,7 +57,8 @@ usage: {PROGRAM} COMMAND ...
 {textwrap.indent(listed, "  ")}
 
 {PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.
-Exit codes: 0 on success, 1 if the command failed, 2 if an argument is wrong, 3 if `audit` could check nothing.
+Exit codes: 0 on success, 1 if the command failed, 2 if an argument is wrong; of `audit`, 1 if something differs, 2 if
+an argument is wrong or it could not be done, and 3 if it could check nothing.
 Documentation: {documentation()}
 
 example:
@@ -69,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
     print_on_any_console()
-    with errors_as_exit_codes(own=name != "run"):
+    failed = WRONG if name == "audit" else FAILED  # of which 1 is its FAIL
+    with errors_as_exit_codes(name != "run", failed):
         if rank and name not in SHARED:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
         elif name in ("-h", "--help"):

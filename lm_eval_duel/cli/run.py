@@ -23,7 +23,7 @@ from lm_eval_duel.errors import UsageError, documentation, nearest, require_know
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.autoload import register
 from lm_eval_duel.options import Options, with_lm_evals_flags
-from lm_eval_duel.tasks import named, task_files, task_folder
+from lm_eval_duel.tasks import named
 
 if TYPE_CHECKING:
     from lm_eval._cli import HarnessCLI
@@ -163,9 +163,7 @@ def _complete(args: argparse.Namespace) -> None:
     folders = args.include_path or config.get("include_path") or []
     if isinstance(folders, str):
         folders = [folders]
-    args.include_path = [task_folder()]
-    for folder in folders:
-        args.include_path.append(FLAGS["include_path"].read("--include_path", folder))
+    args.include_path = named.with_our_tasks(FLAGS["include_path"].read("--include_path", each) for each in folders)
     _take_texts(args)
 
 
@@ -259,16 +257,10 @@ def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:
 
 
 def _tasks_not_found(message: str, folders: list[str]) -> str:
-    """lm-eval's message about unknown tasks, with the nearest of our tasks.
+    """lm-eval's message about unknown tasks, to which autoload.py has added the nearest, with the way to all of them.
 
-    The names end at the first period that a space follows: autoload.py has added the task files that cannot be read.
+    `folders`: of tasks, the first of them this package's.
     """
-    names = {file.stem for file in task_files()}
-    listed, _, _ = message.removeprefix("Tasks not found: ").partition(". ")
-    near: list[str] = []
-    for task in listed.split(", "):
-        nearest_first = nearest(task, names)
-        near += nearest_first[:1]
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
     commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # a command takes one folder
-    return f"{message.removesuffix('.')}.{hint} All: {'; '.join(commands)}"
+    own = " For tasks of your own, add --include_path FOLDER." if len(folders) == 1 else ""
+    return f"{message}{own} All: {'; '.join(commands)}"

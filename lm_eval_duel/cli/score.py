@@ -210,7 +210,7 @@ class ScoredModel:
         """The model and how it was scored."""
         spec = self.info["spec"]
         method = [f"estimator={self.estimator}"]
-        for key in METHOD:
+        for key in (*METHOD, *registry.find(self.estimator).label_args):
             if key in spec:
                 method.append(f"{key}={spec[key]}")
         return f"{self.pretrained}, {', '.join(method)}"

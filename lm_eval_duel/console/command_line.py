@@ -1,7 +1,8 @@
 """The parts that all commands share: the JSON and the tables that they write, their flags, and how they end.
 
 Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
-transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
+transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line. `audit` ends with 1 only if
+something differs: whatever keeps it from a verdict is 2.
 """
 
 from __future__ import annotations
@@ -204,36 +205,47 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def errors_as_exit_codes(own: bool = True) -> Iterator[None]:
+def errors_as_exit_codes(own: bool = True, failed: int = FAILED) -> Iterator[None]:
     """Turn the errors of a command into one line on stderr and an exit code.
 
     `own`: the command is this package's, so an OSError concerns a file that the user named. In lm_eval's own command it
-    may come from anywhere, and keeps its traceback.
+    may come from anywhere, and keeps its traceback. `failed`: the exit code of a command that could not do its work,
+    with a traceback, too, for which Python's is 1.
     """
     try:
         yield
         sys.stdout.flush()
     except DuelError as error:
-        _stop(WRONG if isinstance(error, UsageError) else FAILED, str(error))
+        stop(WRONG if isinstance(error, UsageError) else failed, str(error))
     except KeyboardInterrupt:
-        _stop(INTERRUPTED, "stopped.")
+        stop(INTERRUPTED, "stopped.")
     except BrokenPipeError:  # the reader has closed the pipe, as in `list args | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(UNREAD, "") from None
     except OSError as error:
         if not own:
             raise
-        _stop(FAILED, about_file(error))
-    except (MemoryError, RuntimeError) as error:
-        is_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
-        if not own or not is_of_memory:
+        stop(failed, about_file(error))
+    except Exception as error:
+        if own and _is_of_memory(error):
+            first_line, _, _ = str(error).strip().partition("\n")
+            stop(failed, f"Not enough memory. {first_line}".strip())
+        if failed == FAILED:  # which is Python's own exit code after a traceback
             raise
-        first_line, _, _ = str(error).strip().partition("\n")
-        _stop(FAILED, f"Not enough memory. {first_line}".strip())
+        traceback.print_exc()
+        raise Exit(failed, f"{PROGRAM}: {error!r}") from None
 
 
-def _stop(code: int, message: str) -> NoReturn:
-    if os.environ.get("LMEVAL_LOG_LEVEL", "").upper() == "DEBUG":
+def _is_of_memory(error: Exception) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+def stop(code: int, message: str) -> NoReturn:
+    """End a command with one line on stderr and an exit code."""
+    handles_an_error = sys.exc_info()[0] is not None
+    if handles_an_error and os.environ.get("LMEVAL_LOG_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     message = f"{PROGRAM}: {message}"
     print(message, file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@ lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-p
 interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for modules of lm-eval:
 
     lm_eval.api.registry             the error for an unknown model suggests ours if the name is close
-    lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours, and
-                                     the user's task files that cannot be read; the tasks of our models are loaded
-                                     before the model (preparation.py)
+    lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours, the
+                                     nearest of the user's tasks, and those of their files that cannot be read; the
+                                     tasks of our models are loaded before the model (preparation.py)
     lm_eval.utils                    the table of results is followed by one with the kind and the error of each value
     lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
                                      imported)
@@ -89,7 +89,8 @@ def explain_models() -> None:
 def prepare_tasks() -> None:
     """Load the tasks of our models before the model.
 
-    lm-eval's error for an unknown task says where ours are, if it is one of them, and what could not be read.
+    lm-eval's error for an unknown task says where ours are, if it is one of them, which of the user's is nearest, and
+    what could not be read. With our models it is an error of this package, which has no traceback.
     """
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -101,6 +102,12 @@ def prepare_tasks() -> None:
             manager = original(self, *arguments, **options)
         except ValueError as error:
             advice = _advice(str(error), self.include_path)
+            if self.model in MODELS and "Tasks not found" in str(error):
+                from lm_eval_duel.errors import UsageError
+                from lm_eval_duel.harness.patches import in_lm_evals_command
+
+                in_lm_evals_command()
+                raise UsageError(f"{error}.{advice}") from None
             if not advice:
                 raise
             raise ValueError(f"{error}.{advice}") from error
@@ -116,14 +123,25 @@ def prepare_tasks() -> None:
 def _advice(message: str, folders: str | Path | Sequence[str | Path] | None) -> str:
     """Sentences for lm-eval's message about unknown tasks, each with a space before it; empty for other messages."""
     from lm_eval_duel.tasks.data import task_files
-    from lm_eval_duel.tasks.named import unreadable
+    from lm_eval_duel.tasks.named import nearest_in, unreadable
 
     _, is_about_tasks, missing = message.partition("Tasks not found: ")
     if not is_about_tasks:
         return ""
-    advice = unreadable(folders)
+    if not isinstance(folders, list | tuple):
+        folders = [folders] if folders else []
     our_tasks = {file.stem for file in task_files()}
-    ours = [name for name in missing.split(", ") if name in our_tasks]
+    ours = []
+    others = []
+    for name in missing.split(", "):
+        if name in our_tasks:
+            ours.append(name)
+        else:
+            others.append(name)
+
+    near = nearest_in(folders, others)
+    advice = f" Did you mean {', '.join(near)}?" if near else ""
+    advice += unreadable(folders)
     if ours:
         verb = "are tasks" if len(ours) > 1 else "is a task"
         advice += (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.errors import DuelError, about_file, unknown
+from lm_eval_duel.errors import DuelError, about_file, nearest, unknown
 from lm_eval_duel.tasks import files
 from lm_eval_duel.tasks.data import task_folder
 
@@ -46,7 +46,7 @@ def load(
                 message = str(unknown("task", name, manager.all_tasks))
                 message = message.split(" Known:")[0]  # there are thousands
                 message += " lm-eval-duel list tasks lists those of this package; --include_path DIR adds yours."
-                raise DuelError(message + unreadable(include_path))
+                raise DuelError(message + unreadable([include_path] if include_path else []))
         tasks += manager.load(together)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
@@ -64,13 +64,38 @@ def task_manager(
     """
     from lm_eval.tasks import TaskManager
 
-    folders = [task_folder()]
-    if include_path:
-        folders.append(include_path)
+    folders = with_our_tasks([include_path] if include_path else [])
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if holds(manager, names):
         return manager
     return TaskManager(include_path=folders, metadata=metadata)
+
+
+def with_our_tasks(folders: Iterable[str]) -> list[str]:
+    """This package's folder of tasks, and the user's, without those inside one before them.
+
+    lm-eval warns of every task that it finds twice.
+    """
+    kept = [task_folder()]
+    for folder in folders:
+        path = Path(folder).resolve()
+        if not any(path.is_relative_to(Path(other).resolve()) for other in kept):
+            kept.append(folder)
+    return kept
+
+
+def nearest_in(folders: Iterable[str | Path], names: Iterable[str]) -> list[str]:
+    """The names of tasks in these folders that are nearest to misspelt ones."""
+    from lm_eval.tasks import TaskManager
+
+    existing = [str(folder) for folder in folders if Path(folder).is_dir()]
+    if not existing:
+        return []
+    tasks = TaskManager(include_path=existing, include_defaults=False).all_tasks
+    near: list[str] = []
+    for name in names:
+        near += nearest(name, tasks)[:1]
+    return near
 
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
@@ -94,18 +119,13 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     return True
 
 
-def unreadable(folders: str | Path | Sequence[str | Path] | None) -> str:
+def unreadable(folders: Iterable[str | Path]) -> str:
     """Sentences about the user's folders and task files that lm-eval passed over, each with a space before it.
 
     lm-eval leaves out a folder that does not exist, and a task file whose `include` does not, and then finds no task.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
     from yaml import YAMLError
-
-    if folders is None:
-        folders = []
-    elif isinstance(folders, str | Path):
-        folders = [folders]
 
     text = ""
     for folder in folders:

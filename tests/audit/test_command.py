@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lm_eval_duel.audit import verify
-from lm_eval_duel.cli import audit
+from lm_eval_duel.cli import audit, audited_run
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
 from lm_eval_duel.errors import DuelError, documentation
@@ -118,6 +118,48 @@ def test_a_verification_that_fails_is_the_exit_code(folder, texts, capsys, monke
 
     assert exit_code("audit", *command(folder, texts, "--no_own_code")) == 1
     assert "verification failed: KeyError: 'a key'" in capsys.readouterr().err
+
+
+GENERATES = """\
+task: short_answers
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{text}}"
+metric_list: [{metric: exact_match}]
+"""
+
+
+def test_what_keeps_an_audit_from_a_verdict_is_no_fail(folder, texts, tmp_path, monkeypatch, subtests):
+    """Exit code 1 is for a difference alone: a test in CI must not take a mistyped argument for one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.jsonl").write_text('{"text": "m b c"}\n' * 2)
+    (tmp_path / "generates.yaml").write_text(GENERATES)
+    (tmp_path / "faulty_rule.py").write_text(
+        "import dataclasses\nfrom lm_eval_duel.rules import Rule\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Faulty(Rule, name='faulty'):\n"
+        "    def __call__(self, predictions, lanes):\n        return lanes.masked[9999]\n"
+    )
+    cases = {
+        "unknown task": command(folder, "letterz"),
+        "missing file": command(folder, "nosuch.txt"),
+        "generating task": command(folder, "generates.yaml"),
+        "another block": command("demo-bd", texts, args="block=8"),
+        "missing checkpoint": command(str(tmp_path / "nosuch"), texts),
+        "no checkpoint": command(str(tmp_path), texts),
+        "faulty rule": command(folder, texts, args="rule=faulty_rule.py:Faulty,block=4"),
+    }
+    for name, words in cases.items():
+        with subtests.test(name), pytest.raises(SystemExit) as ended:
+            main(["audit", *words])
+        assert ended.value.code == 2, name
+
+    monkeypatch.setattr(audited_run, "audit", lambda options: {}["a key"])  # what nobody expected
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts)])
+    assert ended.value.code == 2
 
 
 def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, capsys):

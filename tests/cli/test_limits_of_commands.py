@@ -399,10 +399,11 @@ def test_an_id_beyond_the_tokenizer_has_no_name():
     assert "9" in inspect._token(tokenizer, 9)
 
 
-def test_the_nearest_of_our_tasks_is_suggested_and_every_folder_of_tasks_is_named():
-    """Not the nearest to the words of what follows: the task files that cannot be read."""
-    message = run._tasks_not_found("Tasks not found: sotuu, nothing_like_it. Not read: f.yaml, duel_ptb.", ["a", "b c"])
-    assert "Did you mean sotu?" in message
-    assert ".." not in message
+def test_every_folder_of_tasks_is_named_and_the_way_to_ones_own():
+    missing = "Tasks not found: my_task. Did you mean my_tasks?"
+    message = run._tasks_not_found(missing, ["a", "b c"])
+    assert message.startswith(missing)
     assert "--include_path a;" in message
     assert message.endswith("--include_path b c")
+    assert "FOLDER" not in message
+    assert "--include_path FOLDER" in run._tasks_not_found(missing, ["a"])

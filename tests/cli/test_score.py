@@ -17,9 +17,11 @@ from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
 from lm_eval_duel.cli.main import main as command
 from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
+from lm_eval_duel.rules import presets
 
 pytestmark = pytest.mark.usefixtures("one_load")
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
@@ -464,3 +466,15 @@ def test_values_under_noise_are_compared_by_their_seeds(tmp_path, capsys):
     shown = capsys.readouterr().out
     for named in ("DUEL (noise_seed=0)", "DUEL (noise_seed=1)", "DUEL over noise", "log of the mean probability"):
         assert named in shown, named
+
+
+def test_two_samplers_of_one_estimator_are_told_apart():
+    """By the settings that make their values those of different things."""
+    described = set()
+    for name in ("sdar-static", "sdar-dynamic"):
+        spec = {key: str(value) for key, value in presets.find(name).arguments.items()}
+        line = score.Line("total", "", Value(-3.0), 1, 1, 1, 0)
+        info = {"spec": spec, "fingerprint": "", "duel": {"pretrained": "sdar"}}
+        [first, *_] = score.ScoredModel(info, spec["estimator"], [line], line)._about()
+        described.add(first)
+    assert len(described) == 2

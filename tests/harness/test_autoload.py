@@ -141,11 +141,13 @@ CALLS = {  # by what the error says
     "--include_path $(lm-eval-duel": lambda folder: tasks_of("sotu", folder),
     "no-such-folder": lambda folder: tasks_of("other", "no-such-folder"),
     "no_such_file.yaml": lambda folder: tasks_of("mine", folder),
+    "Did you mean my_answers?": lambda folder: tasks_of("my_answer", folder),
 }
 
 
 def test_lm_evals_own_errors_name_what_is_ours(wrapped_anew, tmp_path, monkeypatch, subtests):
     (tmp_path / "mine.yaml").write_text("include: no_such_file.yaml\ntask: mine")
+    (tmp_path / "answers.yaml").write_text("task: my_answers\noutput_type: loglikelihood")
     manager = functools.partialmethod(lm_eval.tasks.TaskManager.__init__, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", manager)  # its own 14,000 tasks take seconds to index
     for part, call in CALLS.items():

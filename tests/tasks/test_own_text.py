@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -23,7 +24,7 @@ from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.store import request_key
-from lm_eval_duel.tasks import files, infilling, named
+from lm_eval_duel.tasks import files, infilling, named, task_folder
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 
@@ -362,9 +363,8 @@ def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monk
     assert "broken.yaml" in message
     assert "good.yaml" not in message
     assert "line 1" in message  # where YAML's error stands
-    for folders in (str(missing), missing, [tmp_path / "nested", missing]):
+    for folders in ([str(missing)], [missing], [tmp_path / "nested", missing]):
         assert str(missing) in named.unreadable(folders)
-    assert named.unreadable(None) == ""
     assert named.unreadable([]) == ""
 
 
@@ -391,3 +391,18 @@ def test_a_file_that_is_named_twice_is_read_once_and_said_so(tmp_path, caplog):
     assert files.texts([pattern, str(tmp_path / "b.txt")]) == once
     [message] = caplog.messages
     assert str(tmp_path / "b.txt") in message
+
+
+def test_a_folder_of_tasks_is_read_once(tmp_path):
+    """lm-eval warns of every task that it finds twice."""
+    ours = task_folder()
+    inside = f"{ours}/sotu"
+    same = f"{ours}/../{Path(ours).name}"
+    assert named.with_our_tasks([ours, inside, same]) == [ours]
+    assert named.with_our_tasks([str(tmp_path), f"{tmp_path}/"]) == [ours, str(tmp_path)]
+
+
+def test_the_nearest_of_the_tasks_in_folders(tmp_path):
+    (tmp_path / "answers.yaml").write_text("task: my_answers\noutput_type: loglikelihood")
+    assert named.nearest_in([tmp_path], ["my_answer", "nothing_like_it"]) == ["my_answers"]
+    assert named.nearest_in([tmp_path / "missing"], ["my_answer"]) == []
