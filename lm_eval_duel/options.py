@@ -308,9 +308,11 @@ def _with_preset(
         free = {key: getattr(inner, key, None) for key in free_keys}
         if inner.name != preset_rule.name or rules.replaced(preset_rule, **free) != given_rule:
             raise presets.conflict(preset, "rule", arguments["rule"])
-    elif "rule" in settings:
+    else:
+        # a preset that names no rule is a sampler, whose own parameters are args of its estimator
+        changeable = preset.free if "rule" in settings else readable
         for key in arguments:
-            if key in rules.PARAMETERS and key not in preset.free:
+            if key in rules.PARAMETERS and key not in changeable:
                 raise presets.conflict(preset, key, arguments[key])
 
     # every other setting must be the preset's, unless it is free

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.console.command_line import FAILED, FLAGS, Flag, Parser, plain_table, stop
-from lm_eval_duel.errors import usage
+from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import Options, model_of
 
 if TYPE_CHECKING:
@@ -65,10 +66,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         no_own_code=Flag(TRUTH, False, "do not compare with the checkpoint's own code"),
     ).parse_args(arguments)
     model = model_of(options)
+    _require_no_results(str(model.get("pretrained", "")))
     options.dtype = Options.parse(model).dtype  # of the run, for the record
     # The comparison needs numbers that are nearly exact, so a coarser dtype is not used.
     options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}
     return options
+
+
+def _require_no_results(name: str) -> None:
+    """Raise DuelError if the model is a results file, or a folder of results."""
+    path = Path(name)
+    is_file = path.suffix == ".json" and path.is_file()
+    is_folder = path.is_dir() and not (path / "config.json").exists() and any(path.rglob("results_*.json"))
+    if is_file or is_folder:
+        raise DuelError(
+            f"audit takes a model, not results such as {name}: name the checkpoint that they are of, and its model "
+            "args. It scores a few documents anew."
+        )
 
 
 def table(checked: Sequence[CheckedWindow]) -> str:

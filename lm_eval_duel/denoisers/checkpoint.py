@@ -122,6 +122,15 @@ class Checkpoint:
             return None
         return self.family.name
 
+    @property
+    def has_trained_block(self) -> bool | None:
+        """True for a block-causal network; None: not known before it is made."""
+        if self.is_alone or self.runs_own_code:
+            return None
+        if self.family is None:
+            return False  # a masked LM, or an autoregressive network
+        return (self.options.attention or self.family.attention) in ("block_causal", "causal_prefix")
+
     def _find_family(self) -> Family | None:
         """The family by the options or the config.json; the checkpoint's code, if it has any, is read as text."""
         if self.has_own_reader:

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from lm_eval_duel.console.command_line import FLAGS, key_values
-from lm_eval_duel.errors import DuelError, UsageError, first_line, usage
+from lm_eval_duel.errors import DuelError, UsageError, first_line, naming, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.store import require_same_args
 from lm_eval_duel.options import Options, with_lm_evals_flags
+from lm_eval_duel.text.generation import Settings
 from lm_eval_duel.text.loading import require_loadable
 from lm_eval_duel.text.text import find_chat_template
 
@@ -64,6 +65,7 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
         raise DuelError(f"The tasks cannot be loaded: {first_line(error)}") from error
     for task in loaded["tasks"].values():
         _require_answers(task, options.estimator)
+        _check_generation(task, config.gen_kwargs)
     _hand_over(manager, loaded)
 
 
@@ -103,6 +105,15 @@ def _require_answers(task: Task, estimator: str) -> None:
     reason = registry.find(estimator).whole_texts
     if reason and task.OUTPUT_TYPE in CONTINUATIONS:
         raise DuelError(f"Task {task.config.task} compares or scores continuations. {reason}")
+
+
+def _check_generation(task: Task, more: Any) -> None:
+    """Raise DuelError for wrong settings of a task that generates. `more`: those of --gen_kwargs, which come on top."""
+    if task.OUTPUT_TYPE != "generate_until" or not isinstance(task.config.generation_kwargs, dict):
+        return
+    more = key_values(more) if isinstance(more, str) else more or {}
+    with naming(f"Task {task.config.task}"):
+        Settings.from_arguments({**task.config.generation_kwargs, **more})
 
 
 def _hand_over(manager: TaskManager, loaded: Any) -> None:

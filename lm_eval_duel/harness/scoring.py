@@ -403,7 +403,8 @@ class Scoring:
         total = Total.from_scores(self.windows[n], scores, self.estimator.name)
         unknown = self.evaluation.text.unknown(self.windows[n], text)
         self.finished[n] = TextLogLikelihood(total, text)
-        self.evaluation.stats.add_request(str(request.task_name), document_of(request), total, unknown)
+        task = str(request.task_name)
+        self.evaluation.stats.add_request(task, document_of(request), total, unknown, request.idx)
 
     def draw_verification(self, remaining: Sequence[int]) -> Verification | None:
         """Draw the windows that are to be scored again, if any are."""

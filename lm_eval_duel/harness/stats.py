@@ -45,9 +45,10 @@ class TaskStats:
     documents: set[Any] = dataclasses.field(default_factory=set)
     near_ties: set[Any] = dataclasses.field(default_factory=set)  # documents that have any
     unknown: Counter[Any] = dataclasses.field(default_factory=Counter)  # [UNK] tokens of documents that have any
+    has_options: bool = False  # its requests are the options of questions, so their sum is of no text
 
-    def add(self, document: Any, total: Total, unknown: int = 0) -> None:
-        """Add one request of a document; `unknown`: how many of its tokens are [UNK]."""
+    def add(self, document: Any, total: Total, unknown: int = 0, option: int = 0) -> None:
+        """Add one request of a document; `unknown`: how many of its tokens are [UNK]; `option`: its number."""
         self.total.merge(total)
         self.requests += 1
         self.longest = max(self.longest, total.tokens)
@@ -56,6 +57,7 @@ class TaskStats:
             self.near_ties.add(document)
         if unknown:
             self.unknown[document] += unknown
+        self.has_options |= option > 0
 
     def merge(self, other: TaskStats) -> None:
         """Add the statistics of the same task on another rank."""
@@ -65,6 +67,7 @@ class TaskStats:
         self.documents |= other.documents
         self.near_ties |= other.near_ties
         self.unknown.update(other.unknown)
+        self.has_options |= other.has_options
 
     def describe(self) -> dict[str, Any]:
         """The entry of a task in the results JSON."""
@@ -96,9 +99,9 @@ class RunStats:
     verify_failures: list[str] = dataclasses.field(default_factory=list)  # why other drawn windows were not
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
-    def add_request(self, task: str, document: Any, total: Total, unknown: int = 0) -> None:
-        """Add one request; `unknown`: how many of its tokens are [UNK]."""
-        self.tasks.setdefault(task, TaskStats()).add(document, total, unknown)
+    def add_request(self, task: str, document: Any, total: Total, unknown: int = 0, option: int = 0) -> None:
+        """Add one request; `unknown`: how many of its tokens are [UNK]; `option`: its number among a document's."""
+        self.tasks.setdefault(task, TaskStats()).add(document, total, unknown, option)
         self.count("empty_requests", int(total.tokens == 0))
 
     def count(self, name: str, more: int | None) -> None:
@@ -142,11 +145,14 @@ class RunStats:
         return lines
 
     def errors(self) -> list[str]:
-        """The values of the run that depend on random numbers, with their errors, or are no likelihoods."""
+        """The values of the run that depend on random numbers, with their errors, or are no likelihoods.
+
+        A task of choices has none: the sum over all options, wrong ones too, is the value of no text.
+        """
         lines: list[str] = []
         for name, entry in ESTIMATORS.items():
             for task, stats in self.tasks.items():
-                total = stats.total.named.get(name)
+                total = None if stats.has_options else stats.total.named.get(name)
                 if total is None or not total.tokens or total.value.is_exact:
                     continue
                 # A score may hold values of other estimators: of these, only drawn ones have an error to name.

@@ -78,6 +78,7 @@ def training_metrics(
     Raises:
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
+    _check_network_and_tokenizer(model, tokenizer)
     ways = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
@@ -111,6 +112,23 @@ def training_metrics(
         if stderr is not None:
             metrics[f"{prefix}_stderr"] = stderr
     return metrics
+
+
+def _check_network_and_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raise DuelError if there is no tokenizer, or if it stands in the model's place."""
+    if _is_tokenizer(tokenizer):
+        return
+    if _is_tokenizer(model):
+        raise DuelError(
+            "training_metrics takes the network first, then its tokenizer: training_metrics(model, tokenizer, texts); "
+            f"got a {type(model).__name__} as the network."
+        )
+    got = "None" if tokenizer is None else f"a {type(tokenizer).__name__}"
+    raise DuelError(f"training_metrics needs the tokenizer of the network, as its second argument; got {got}.")
+
+
+def _is_tokenizer(value: Any) -> bool:
+    return callable(getattr(value, "get_vocab", None))
 
 
 def check_arguments(
@@ -219,12 +237,12 @@ class DuelCallback:
         **arguments: Any,
     ):
         COUNT("every", every)
+        check_arguments(texts, **arguments)
         evaluates = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no"
         if every is None and not evaluates:
             raise DuelError("The Trainer never evaluates (eval_strategy='no'), so pass every=<steps> to DuelCallback.")
-        check_arguments(texts, **arguments)
         self.tokenizer = trainer.processing_class if tokenizer is None else tokenizer
-        if not callable(getattr(self.tokenizer, "get_vocab", None)):
+        if not _is_tokenizer(self.tokenizer):
             raise DuelError(
                 "DuelCallback needs a tokenizer, and the Trainer's processing_class is "
                 f"{'None' if self.tokenizer is None else type(self.tokenizer).__name__}: pass tokenizer=."

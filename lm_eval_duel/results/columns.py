@@ -144,6 +144,7 @@ SPEC = (  # the entries of a spec that are listed
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
+FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 
 
@@ -368,9 +369,12 @@ def average(run: Run, name: str, metric: str) -> Cell:
     score, error = run.scores(name)[metric]
     text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
     without_filter, _, _ = metric.partition(" (")
-    counts_decoded = without_filter == COUNTED and run.every_task[name].output_type == "loglikelihood"
-    if counts_decoded and not registry.find(run.config.estimator).decodes:
+    output_type = run.every_task[name].output_type
+    entry = registry.find(run.config.estimator)
+    if output_type == "loglikelihood" and without_filter == COUNTED and not entry.decodes:
         return text, NOT_DECODED
+    if output_type == "multiple_choice" and entry.kind.is_bound:
+        return text, FROM_BOUND
     return text
 
 

@@ -15,7 +15,8 @@ LISTED = 4  # tasks whose documents are counted one by one
 
 
 def summary(content: Mapping[str, Any]) -> str:
-    """The perplexities of a run, each with its kind and error, then how many documents there were, and the fingerprint.
+    """The perplexities of a run, each with its kind and error, then what limits its accuracies, how many documents
+    there were, and the fingerprint.
 
     `content`: that of its results file. Raises DuelError for entries that lm_eval does not write.
     """
@@ -27,8 +28,27 @@ def summary(content: Mapping[str, Any]) -> str:
         metric = next(metric for metric in METRICS if metric in task.metrics)
         of_task, _ = rows.from_run(run, name, metric, baseline=False)
         every_row += of_task
-    about = ", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"])
-    return f"{columns.summary(every_row).markdown()}\n\n{about}" if every_row else about
+    parts = []
+    if every_row:
+        parts.append(columns.summary(every_row).markdown())
+    remarks = list(_remarks(run))
+    if remarks:
+        parts.append("\n".join(remarks))
+    parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))
+    return "\n\n".join(parts)
+
+
+def _remarks(run: Run) -> Iterator[str]:
+    """What limits the averages of each task, which stand in lm-eval's table without a word."""
+    for name in run.every_task:
+        metrics: dict[str, list[str]] = {}
+        for metric in run.scores(name):
+            cell = columns.average(run, name, metric)
+            if isinstance(cell, tuple):
+                _, remark = cell
+                metrics.setdefault(remark, []).append(metric)
+        for remark, limited in metrics.items():
+            yield f"{', '.join(limited)} of {name}: {remark}"
 
 
 def _documents(run: Run) -> Iterator[str]:

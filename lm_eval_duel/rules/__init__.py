@@ -191,6 +191,8 @@ def find(name: str) -> type[Rule]:
     if name.endswith(".py"):
         raise _no_class(name)
     require_covered("rule", name)
+    if name not in (*RULES, *ALIASES) and _is_module(name):
+        raise _no_class(name)
     require_known("unmasking rule", [name], [*RULES, *ALIASES])
     return RULES[ALIASES.get(name, name)]
 
@@ -222,11 +224,25 @@ def _users_rule(name: str) -> type[Rule]:
     return rule
 
 
-def _no_class(file: str) -> DuelError:
-    """The error for a rule's file without the rule's name: it names the rules that the file defines, if it runs."""
-    folder, module_name = _folder_and_module(file)
+def _is_module(name: str) -> bool:
+    """True for a user's module, in this folder or on the path: not one of Python itself, and none that has a point."""
+    if not name.isidentifier() or name in sys.stdlib_module_names:
+        return False
+    return os.path.isfile(f"{name}.py") or importlib.util.find_spec(name) is not None
+
+
+def _no_class(name_of_module: str) -> DuelError:
+    """The error for a rule's file or module without the rule's name: it names the rules that are defined there, if it
+    runs.
+    """
+    what = "module"
+    folder = os.getcwd()
+    module_name = name_of_module
+    if name_of_module.endswith(".py"):
+        what = "file"
+        folder, module_name = _folder_and_module(name_of_module)
     try:
-        known = _rules_of(_imported(file, folder, module_name))
+        known = _rules_of(_imported(name_of_module, folder, module_name))
     except Exception:  # the error of the file itself is shown once a rule in it is named
         known = []
     name = "Name"
@@ -234,7 +250,7 @@ def _no_class(file: str) -> DuelError:
     if known:
         name = known[0]
         listed = f" Rules in it: {', '.join(known)}."
-    return DuelError(f"'{file}' is a file, not a rule: write {file}:{name}.{listed}")
+    return DuelError(f"'{name_of_module}' is a {what}, not a rule: write {name_of_module}:{name}.{listed}")
 
 
 def _folder_and_module(file: str) -> tuple[str, str]:

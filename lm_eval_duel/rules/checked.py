@@ -5,10 +5,12 @@ Shapes: R lanes, W block width.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision, UnmaskingRule
@@ -186,7 +188,8 @@ class Checked(Around):
             raise DuelError(
                 f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
             )
-        self._require_form("pick", decision.pick, lanes)
+        with _taken_for_the_pick(returned):
+            self._require_form("pick", decision.pick, lanes)
         for plane in decision.memory:
             self._require_form("memory", plane, lanes)
         if decision.decision_margin is not None:
@@ -229,6 +232,19 @@ class Checked(Around):
 
     def __str__(self) -> str:
         return str(self.rule)
+
+
+@contextlib.contextmanager
+def _taken_for_the_pick(returned: Any) -> Iterator[None]:
+    """Say in an error about the pick that the rule returned no Decision, if so."""
+    try:
+        yield
+    except DuelError as error:
+        if isinstance(returned, Decision):
+            raise
+        raise DuelError(
+            f"{error} It returned a plain tensor, not a Decision, so this was taken for the pick."
+        ) from None
 
 
 def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:

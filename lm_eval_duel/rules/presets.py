@@ -48,9 +48,10 @@ def _written_out(arguments: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={'none' if value is None else value}" for key, value in arguments.items())
 
 
+NO_TRAINED_BLOCK = "has no trained block"
 ONLY_WITH = {  # args of presets that some networks refuse: which networks take them
-    "block": "has no trained block",
-    "grid": "has no trained block",
+    "block": NO_TRAINED_BLOCK,
+    "grid": NO_TRAINED_BLOCK,
     "cache": "is bidirectional, and its noise is masks",
     "first_token": "predicts a block's first token from the clean tokens before it",
     "self_conditioning": "reads its own output of the step before",
@@ -288,23 +289,32 @@ def conflict(preset: Preset, key: str, value: Any) -> DuelError:
     )
 
 
-def require_fit(name: str | None, family: str | None) -> None:
+def require_fit(name: str | None, family: str | None, trained_block: bool | None = None) -> None:
     """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
     if name is None or family is None or family in find(name).families:
         return
-    raise another_network(name, f"this one is of the family {family}")
+    raise another_network(name, f"this one is of the family {family}", trained_block)
 
 
-def another_network(name: str, reason: str) -> DuelError:
-    """The error for a preset on a network that it is not for, with the args of it that apply to other networks."""
+def another_network(name: str, reason: str, trained_block: bool | None = None) -> DuelError:
+    """The error for a preset on a network that it is not for, with the args of it that apply to that network.
+
+    `trained_block`: whether the network has one; None: not known yet.
+    """
     preset = find(name)
+    taken = {}
     advice = ""
     for key, value in preset.arguments.items():
-        if key in ONLY_WITH:
-            advice += f" Add {_written_out({key: value})} only if it {ONLY_WITH[key]}."
+        condition = ONLY_WITH.get(key)
+        if condition == NO_TRAINED_BLOCK and trained_block:
+            continue
+        if condition is None or (condition == NO_TRAINED_BLOCK and trained_block is False):
+            taken[key] = value
+        else:
+            advice += f" Add {_written_out({key: value})} only if it {condition}."
     return DuelError(
         f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and {reason}. To use the same "
-        f"rule with it, write it out: {preset.for_any_network}.{advice} On a bundled network: lm-eval-duel run "
+        f"rule with it, write it out: {_written_out(taken)}.{advice} On a bundled network: lm-eval-duel run "
         f"demo-mdm --model_args {preset.for_demo} --tasks sotu"
     )
 

@@ -109,8 +109,8 @@ def _naming_preset(options: Options, checkpoint: Checkpoint) -> Iterator[None]:
     except DuelError as error:
         if options.preset is None or checkpoint.decoder_family is not None:
             raise
-        reason = f"this network is refused with it: {error}"
-        raise presets.another_network(options.preset, reason.rstrip(".")) from error
+        reason = f"this network is refused with it: {error}".rstrip(".")
+        raise presets.another_network(options.preset, reason, checkpoint.has_trained_block) from error
 
 
 def _described(options: Options, device: str | None) -> Checkpoint:
@@ -121,5 +121,5 @@ def _described(options: Options, device: str | None) -> Checkpoint:
     checkpoint.require_estimator(entry.name, entry.takes_noise)
     checkpoint.require_known_network()
     if options.preset is not None:
-        presets.require_fit(options.preset, checkpoint.decoder_family)
+        presets.require_fit(options.preset, checkpoint.decoder_family, checkpoint.has_trained_block)
     return checkpoint

@@ -9,6 +9,7 @@ from lm_eval_duel.audit import verify
 from lm_eval_duel.cli import audit, audited_run
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
+from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, documentation
 from lm_eval_duel.estimators import totals
 from lm_eval_duel.tasks import data
@@ -148,6 +149,7 @@ def test_what_keeps_an_audit_from_a_verdict_is_no_fail(folder, texts, tmp_path, 
         "generating task": command(folder, "generates.yaml"),
         "another block": command("demo-bd", texts, args="block=8"),
         "missing checkpoint": command(str(tmp_path / "nosuch"), texts),
+        "results": command(str(FOLDER / "results" / "demo-bd"), texts),
         "no checkpoint": command(str(tmp_path), texts),
         "faulty rule": command(folder, texts, args="rule=faulty_rule.py:Faulty,block=4"),
     }
@@ -155,6 +157,10 @@ def test_what_keeps_an_audit_from_a_verdict_is_no_fail(folder, texts, tmp_path, 
         with subtests.test(name), pytest.raises(SystemExit) as ended:
             main(["audit", *words])
         assert ended.value.code == 2, name
+        if name == "faulty rule":
+            assert "Faulty" in str(ended.value) and "other texts" not in str(ended.value)
+        if name == "results":
+            assert "not results" in str(ended.value)
 
     monkeypatch.setattr(audited_run, "audit", lambda options: {}["a key"])  # what nobody expected
     with pytest.raises(SystemExit) as ended:

@@ -157,9 +157,17 @@ def test_lines_of_the_log():
 
     # the run's own value is told, another value of it only if it is drawn
     assert run.errors() == []
+    value = total(-25.0, 10, name="oracle", kind=Kind.ESTIMATE)
     estimated = RunStats()
-    estimated.add_request("t", 0, total(-25.0, 10, name="oracle", kind=Kind.ESTIMATE))
+    estimated.add_request("t", 0, value)
     assert len(estimated.errors()) == 1
+
+    # the sum over the options of questions, on whichever rank, is the value of no text
+    for option in (0, 1):
+        other_rank = RunStats()
+        other_rank.add_request("t", 1, value, option=option)
+        estimated.merge(other_rank)
+        assert bool(estimated.errors()) == (option == 0)
 
 
 def test_peak_memory_is_in_bytes():

@@ -9,6 +9,7 @@ from harness_requests import ask, cached
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
+from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.tasks import task_folder
 
@@ -34,6 +35,17 @@ def shuffle(documents):
     numpy.random.shuffle(order)
     return documents.select(order)
 """
+GENERATES = {
+    "task": "answers",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(FOLDER / "text" / "sotu.jsonl")}},
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{text}}",
+    "doc_to_target": "",
+    "generation_kwargs": {"until": ["."], "num_beams": 4},
+    "metric_list": [{"metric": "exact_match"}],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +82,8 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
         (["sotu"], {"use_cache": "runs/"}, "--use_cache"),
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
+        ([GENERATES], {}, "Task answers: num_beams"),
+        ([GENERATES], {"gen_kwargs": {"num_beams": 1, "temprature": 1}}, "'temprature'.*temperature"),
     ],
 )
 def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):

@@ -183,6 +183,7 @@ def test_what_the_callback_refuses(model, tmp_path):
     run = trainer(model, tmp_path)
     for wrong, named in (
         ({"every": None}, "every="),
+        ({"every": None, "rules": ["gredy"]}, "'gredy'.*greedy"),
         ({"every": 0}, "'every' .*got .0"),
         ({"rules": ["gredy"]}, "'gredy'.*greedy"),
         ({"bolck": 4}, "'bolck'.*block"),
@@ -206,6 +207,13 @@ def test_what_the_callback_refuses(model, tmp_path):
     run.processing_class = None
     with pytest.raises(DuelError, match="tokenizer="):
         DuelCallback(run, TEXTS, every=2)
+
+
+def test_a_network_without_its_tokenizer(model):
+    with pytest.raises(DuelError, match=r"tokenizer.* None"):
+        training_metrics(model, None, TEXTS, block=3)
+    with pytest.raises(DuelError, match="network first"):
+        training_metrics(tiny.tokenizer(), model, TEXTS, block=3)
 
 
 @pytest.mark.slow

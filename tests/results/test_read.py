@@ -412,7 +412,15 @@ def test_a_run_without_perplexity_ends_with_its_documents_and_its_fingerprint():
     fingerprint = content["config"]["fingerprint"]
     assert summary(content) == f"36 documents of sotu, fingerprint {fingerprint}"
 
+    # what lm-eval's own table does not say of a number
+    content["results"]["sotu"] = {"alias": "sotu", "acc,none": 0.5, "acc_stderr,none": 0.1}
+    content["configs"]["sotu"]["output_type"] = "multiple_choice"
+    content["config"]["duel"]["estimator"] = "elbo"
+    remark, last = summary(content).split("\n\n")
+    assert remark.startswith("acc of sotu: from a bound") and last == f"36 documents of sotu, {about}"
+
     content["results"] = dict.fromkeys("abcdefghij", content["results"]["sotu"])
+    content["configs"] = {name: {"output_type": "loglikelihood_rolling"} for name in "abcdefghij"}
     content["n-samples"] = {name: {"original": 40, "effective": 30} for name in "abcdefghij"}
     assert summary(content) == f"300 of 400 documents of 10 tasks (--limit), fingerprint {fingerprint}"
 

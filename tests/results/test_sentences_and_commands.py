@@ -130,17 +130,18 @@ def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "metric", "output", "error", "text", "is_remarked"),
+    ("estimator", "metric", "output", "error", "text", "remark"),
     [
-        ("duel", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", False),
-        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", True),
-        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", True),
-        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", False),
-        ("elbo", "f1", "loglikelihood", 0.0, "0.5000 ± ?", False),
-        ("elbo", "f1", "loglikelihood", None, "0.5000 ± ?", False),
+        ("duel", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", None),
+        ("duel", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", None),
+        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", columns.NOT_DECODED),
+        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", columns.NOT_DECODED),
+        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", columns.FROM_BOUND),
+        ("elbo", "f1", "loglikelihood", 0.0, "0.5000 ± ?", None),
+        ("elbo", "f1", "loglikelihood", None, "0.5000 ± ?", None),
     ],
 )
-def test_an_accuracy(tmp_path, estimator, metric, output, error, text, is_remarked):
+def test_an_accuracy(tmp_path, estimator, metric, output, error, text, remark):
     name, _, filtered = metric.partition(" (")
     filtered = filtered.strip(")") or "none"
     file = ours(tmp_path, docs=docs(), estimator=estimator)
@@ -150,7 +151,7 @@ def test_an_accuracy(tmp_path, estimator, metric, output, error, text, is_remark
 
     cell = columns.average(run, "choice", metric)
 
-    assert cell == ((text, columns.NOT_DECODED) if is_remarked else text)
+    assert cell == (text if remark is None else (text, remark))
     assert columns.average(run, "choice", "other") == ""
 
 

@@ -155,6 +155,9 @@ def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
 
     with pytest.raises(DuelError, match=f"(?i)rule test_around:Chance:how={how}\\b"):
         duel.log_prob(windows)
+    if how == "device":  # an error of the pick says that a tensor was taken for it
+        with pytest.raises(DuelError, match="plain tensor, not a Decision"):
+            duel.log_prob(windows)
     if how == "global" and not around:
         with pytest.raises(DuelError, match="not deterministic"):
             Lattice(toy, 3, LatticeArguments([Chance()])).log_prob(windows)

@@ -7,7 +7,7 @@ import pytest
 
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import load, rules
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
@@ -85,10 +85,14 @@ def test_the_advice_for_another_family_is_not_refused(network):
             continue  # its rule compares blocks, which the rule's own error says to leave out
         with pytest.raises(DuelError, match=f"preset={preset.name} is the sampler of") as error:
             Library.from_pretrained(network, preset=preset.name, device="cpu")
-        assert f"write it out: {preset.for_any_network}." in str(error.value)
-        arguments = _pairs(preset.for_any_network)
+        _, _, advice = str(error.value).partition("write it out: ")
+        written_out, _, conditions = advice.partition(". ")
+        arguments = _pairs(written_out)
         for key in preset.arguments.keys() & presets.ONLY_WITH:
-            assert f"Add {key}=" in str(error.value)
+            # of a masked LM it is known before it is made that it has no trained block
+            is_known = network == "demo-mdm" and presets.ONLY_WITH[key] == presets.NO_TRAINED_BLOCK
+            assert (key in arguments) == is_known
+            assert (f"Add {key}=" in conditions) == (not is_known)
             if key in TAKEN[network]:
                 arguments[key] = preset.arguments[key]
         if network == "demo-mdm":
@@ -127,3 +131,18 @@ def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does
             DuelMDM(**loaded, preset=preset)
         with pytest.raises(DuelError, match=message):
             Library.from_pretrained(path, preset=preset)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("sdar-dynamic", "mu", 0.5), ("dream-entropy", "mu", 0.5), ("llada", "k", 2)],
+)
+def test_a_parameter_beside_a_preset_names_the_preset_and_what_may_be_changed(name, key, value):
+    """Also of a preset whose sampler is no rule: `mu` is not taken for one of the default rule."""
+    preset = presets.find(name)
+    with pytest.raises(UsageError, match=f"preset={name} is .*{key}={value}") as error:
+        Options.parse({"preset": name, key: value})
+    assert preset.written_out in str(error.value)
+    for free in preset.free:
+        assert free in str(error.value)
+        assert Options.parse({"preset": name, free: 8}).preset == name

@@ -110,6 +110,19 @@ def test_a_rule_may_be_named_by_its_file(tmp_path):
             rules.parse(without_a_class)
 
 
+def test_a_module_without_the_name_of_its_rule_is_told_from_a_misspelt_rule(tmp_path, monkeypatch):
+    known = Path(custom_rules.__file__)
+    (tmp_path / "rules_of_mine.py").write_text(known.read_text())
+    monkeypatch.chdir(tmp_path)
+    for module in ("rules_of_mine", known.stem):  # in this folder, and on the path
+        with pytest.raises(DuelError, match=f"{module}:.*Stalls"):
+            rules.parse(module)
+    with pytest.raises(DuelError, match="Did you mean greedy"):
+        rules.parse("gredy")
+    with pytest.raises(DuelError, match="Unknown"):
+        rules.parse("statistics")  # a module, but Python's own
+
+
 # ---------------------------------------------------------------- picks
 
 
