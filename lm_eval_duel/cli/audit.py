@@ -63,8 +63,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 1",
         *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata"),
         limit=dataclasses.replace(FLAGS["limit"], default=3, unset=""),
+        lines=Flag(TRUTH, False, "each line of a .txt or .md file of --tasks is a document"),
         no_own_code=Flag(TRUTH, False, "do not compare with the checkpoint's own code"),
     ).parse_args(arguments)
+    if options.lines:
+        options.metadata = {**options.metadata, "lines": True}
     model = model_of(options)
     _require_no_results(str(model.get("pretrained", "")))
     options.dtype = Options.parse(model).dtype  # of the run, for the record

@@ -25,6 +25,7 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import model_of
 from lm_eval_duel.rules import RULES, presets
 from lm_eval_duel.tasks import named as tasks_named
+from lm_eval_duel.tasks import task_folder
 
 HEAVY = ("torch", "transformers", "datasets")
 
@@ -325,7 +326,7 @@ def arguments(tmp_path, words, config=None):
 
 def test_what_a_config_file_says_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
-    ours = run.task_folder()
+    ours = task_folder()
     here = str(tmp_path)
     there = str(tmp_path.parent)
     assert arguments(tmp_path, ["--tasks", "sotu"]).model == "duel-mdm"
@@ -369,7 +370,7 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
     }
     for name, config in files.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
-    ours = [run.task_folder()]
+    ours = [task_folder()]
     both = [*ours, str(tmp_path)]
     before = TaskManager.__init__
 

@@ -35,17 +35,17 @@ def shuffle(documents):
     numpy.random.shuffle(order)
     return documents.select(order)
 """
-GENERATES = {
-    "task": "answers",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": str(FOLDER / "text" / "sotu.jsonl")}},
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{text}}",
-    "doc_to_target": "",
-    "generation_kwargs": {"until": ["."], "num_beams": 4},
-    "metric_list": [{"metric": "exact_match"}],
-}
+GENERATES = f"""
+task: answers
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {FOLDER / "text" / "sotu.jsonl"}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: ""
+generation_kwargs: {{until: ["."], num_beams: 4}}
+metric_list: [{{metric: exact_match}}]
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +82,21 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
         (["sotu"], {"use_cache": "runs/"}, "--use_cache"),
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
-        ([GENERATES], {}, "Task answers: num_beams"),
-        ([GENERATES], {"gen_kwargs": {"num_beams": 1, "temprature": 1}}, "'temprature'.*temperature"),
     ],
 )
 def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):
     config = settings(tasks, **others)
     with pytest.raises(DuelError, match=named):
         config.process_tasks(config.metadata)
+
+
+def test_settings_of_generation_are_checked_before_the_network_is_loaded(tmp_path):
+    (tmp_path / "answers.yaml").write_text(GENERATES)
+    with pytest.raises(DuelError, match=r"answers.*num_beams"):
+        settings(["answers"], tmp_path).process_tasks()
+    with pytest.raises(DuelError, match=r"'temprature'.*temperature"):
+        settings(["answers"], tmp_path, gen_kwargs={"num_beams": 1, "temprature": 1}).process_tasks()
+    settings(["answers"], tmp_path, gen_kwargs={"num_beams": 1}).process_tasks()
 
 
 def test_only_our_own_tasks_are_loaded_without_advice_on_metadata(tmp_path, caplog):
