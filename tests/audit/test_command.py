@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import pytest
 
@@ -233,10 +234,12 @@ def test_blocks_without_figures_by_the_reference_are_not_checked(folder, texts, 
     assert "18 tokens" in out
 
 
-def test_each_line_of_a_file_is_a_document_with_lines(folder, tmp_path, capsys):
+def test_each_line_of_a_file_is_a_document_with_lines(folder, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lm_eval.api.task"), "filters", [])  # of models loaded before
     (tmp_path / "lines.txt").write_text("m b c\n\nd e f g\n")
     words = command(folder, str(tmp_path / "lines.txt"), "--no_own_code")
     audit.main(words)
     assert "1 document, " in capsys.readouterr().out
     audit.main([*words, "--lines"])
     assert "2 documents, " in capsys.readouterr().out
+    assert "Custom kwargs" not in caplog.text  # lm-eval's advice for each task that takes --metadata
