@@ -125,7 +125,7 @@ class Checkpoint:
     @property
     def has_trained_block(self) -> bool | None:
         """True for a block-causal network; None: not known before it is made."""
-        if self.is_alone or self.runs_own_code:
+        if self.has_own_reader or self.runs_own_code:
             return None
         if self.family is None:
             return False  # a masked LM, or an autoregressive network

@@ -417,7 +417,7 @@ def test_a_run_without_perplexity_ends_with_its_documents_and_its_fingerprint():
     content["configs"]["sotu"]["output_type"] = "multiple_choice"
     content["config"]["duel"]["estimator"] = "elbo"
     remark, last = summary(content).split("\n\n")
-    assert remark.startswith("acc of sotu: from a bound") and last == f"36 documents of sotu, {about}"
+    assert remark.startswith("acc of sotu: from a bound") and last.startswith("36 documents of sotu, ")
 
     content["results"] = dict.fromkeys("abcdefghij", content["results"]["sotu"])
     content["configs"] = {name: {"output_type": "loglikelihood_rolling"} for name in "abcdefghij"}
