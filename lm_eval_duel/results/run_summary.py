@@ -39,7 +39,7 @@ def summary(content: Mapping[str, Any]) -> str:
 
 
 def _remarks(run: Run) -> Iterator[str]:
-    """What limits the averages of each task, which stand in lm-eval's table without a word."""
+    """The limits of the averages of each task, which stand in lm-eval's table without a word."""
     for name in run.every_task:
         metrics: dict[str, list[str]] = {}
         for metric in run.scores(name):
