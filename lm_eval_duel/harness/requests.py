@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel.audit.verify import COMPANY
+from lm_eval_duel.audit.verify import OTHER_TEXTS
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.tasks.data import TOKENS
@@ -80,7 +80,7 @@ def noun(kind: str) -> str:
 
 def name(request: Instance) -> str:
     """The name of a request for users, who do not know the texts that `audit` adds."""
-    if request.task_name == COMPANY:
+    if request.task_name == OTHER_TEXTS:
         return "A text of the batch (scored beside those that are audited)"
     document = document_of(request)
     if document != request.doc_id:
