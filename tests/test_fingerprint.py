@@ -134,7 +134,7 @@ def tried(owner):
         beside = {}
         checkpoint = "duo" if owner == "noised_elbo" else "bert"
         case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or ()
-        if len(case) > 0:
+        if len(case) > 0:  # the other model args and the checkpoint may be left out
             values = case[0]
         if len(case) > 1:
             beside = case[1]
@@ -262,8 +262,8 @@ def fast(folder, config=(), words=None, **state):
     """A tokenizer as a folder holds it: entries of tokenizer_config.json, and of tokenizer.json."""
     tiny.tokenizer().save_pretrained(folder)
     for name, changes in (("tokenizer_config.json", dict(config)), ("tokenizer.json", state)):
-        said = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**said, **changes}))
+        entries = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**entries, **changes}))
     return AutoTokenizer.from_pretrained(folder)
 
 

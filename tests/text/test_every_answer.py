@@ -60,13 +60,14 @@ def encoder(bos="auto", scheme="independent", kind=Toy, framed=True, block=None)
     return TextEncoder(tokenizer(framed), denoiser, scheme, block)
 
 
-def shown(found):
-    if isinstance(found, list):
-        return "; ".join(map(shown, found))
-    if isinstance(found, Window):
-        known = f" known {list(found.known)}" if found.known else ""
-        return f"{[*found.context]} | {[*found.target]} | {[*found.suffix]}{known}"
-    return str(found)
+def shown(value):
+    """Windows as their ids; anything else as it is printed."""
+    if isinstance(value, list):
+        return "; ".join(map(shown, value))
+    if isinstance(value, Window):
+        known = f" known {list(value.known)}" if value.known else ""
+        return f"{[*value.context]} | {[*value.target]} | {[*value.suffix]}{known}"
+    return str(value)
 
 
 CONTEXTS = ("", "c", "c ", "fa", "ffff")
@@ -78,17 +79,17 @@ def test_windows_of_texts_between_others():
     """With the ids of each, what was cut, and how many borders a token spans."""
     lines = []
     for context, text in itertools.product(CONTEXTS, CONTINUATIONS):
-        each = encoder()
-        found = answer(each.encode_pair, context, text)
-        lines.append(f"{context!r} + {text!r}: {shown(found)}, {each.merged_borders} merged")
+        text_encoder = encoder()
+        ids = shown(answer(text_encoder.encode_pair, context, text))
+        lines.append(f"{context!r} + {text!r}: {ids}, {text_encoder.merged_borders} merged")
         for suffix in SUFFIXES:
-            each = encoder()
-            found = answer(each.pair, context, Gap(text, suffix))
-            counts = f"{each.merged_borders} merged, {each.cut_contexts} cut"
-            lines.append(f"{context!r} + {text!r} + {suffix!r}: {shown(found)}, {counts}")
-    each = encoder()
-    lines.append(f"residues: {shown(each.pair('ab', Residues('aba', 'g', (1,))))}")
-    lines.append(f"unknown residues: {answer(each.pair, '', Residues('az', 'g'))}")
+            text_encoder = encoder()
+            window = shown(answer(text_encoder.pair, context, Gap(text, suffix)))
+            counts = f"{text_encoder.merged_borders} merged, {text_encoder.cut_contexts} cut"
+            lines.append(f"{context!r} + {text!r} + {suffix!r}: {window}, {counts}")
+    text_encoder = encoder()
+    lines.append(f"residues: {shown(text_encoder.pair('ab', Residues('aba', 'g', (1,))))}")
+    lines.append(f"unknown residues: {answer(text_encoder.pair, '', Residues('az', 'g'))}")
     check("between", lines)
 
 
@@ -96,21 +97,21 @@ def test_windows_at_the_length_of_a_row():
     lines = []
     cases = [("auto", Toy, True), ("none", Toy, True), ("given", Toy, False), ("auto", Causal, True)]
     for bos, kind, framed in cases:
-        each = encoder(bos, kind=kind, framed=framed)
+        text_encoder = encoder(bos, kind=kind, framed=framed)
         name = f"{bos} {kind.__name__} {'with' if framed else 'without'} special tokens"
-        ends = f"start {each.start}, end {each.end}"
-        lines.append(f"{name}: {each.prefix} {each.suffix}, {ends}, {each.capacity} positions")
+        ends = f"start {text_encoder.start}, end {text_encoder.end}"
+        lines.append(f"{name}: {text_encoder.prefix} {text_encoder.suffix}, {ends}, {text_encoder.capacity} positions")
         for context, target in ((0, 0), (0, 1), (1, 2), (2, 4), (3, 4), (4, 4), (0, 6), (0, 7), (0, 8), (0, 9)):
-            before = encoder(bos, kind=kind, framed=framed)
-            found = answer(before.continuation, [5] * context, [6] * target, [7])
-            lines.append(f"    {context} and {target}: {shown(found)}, {before.cut_contexts} cut")
-        lines.append(f"    after a start: {shown(answer(each.continuation, [2, 5], [2, 6]))}")
-        lines.append(f"    at a start: {shown(answer(each.continuation, [], [2, 6]))}")
-        lines.append(f"    a start alone: {shown(answer(each.continuation, [], [3, 6]))}")
+            counting = encoder(bos, kind=kind, framed=framed)
+            window = shown(answer(counting.continuation, [5] * context, [6] * target, [7]))
+            lines.append(f"    {context} and {target}: {window}, {counting.cut_contexts} cut")
+        lines.append(f"    after a start: {shown(answer(text_encoder.continuation, [2, 5], [2, 6]))}")
+        lines.append(f"    at a start: {shown(answer(text_encoder.continuation, [], [2, 6]))}")
+        lines.append(f"    a start alone: {shown(answer(text_encoder.continuation, [], [3, 6]))}")
         for length in (1, 5, 6, 7, 8, 9):
-            lines.append(f"    {length} to generate: {shown(answer(each.prompt, 'aff', length, 'g'))}")
+            lines.append(f"    {length} to generate: {shown(answer(text_encoder.prompt, 'aff', length, 'g'))}")
         for text in ("", "f", "fffff", "ffffff", "fffffff"):
-            lines.append(f"    room beside {text!r}: {each.room(text)} {each.room(text, [5, 6])}")
+            lines.append(f"    room beside {text!r}: {text_encoder.room(text)} {text_encoder.room(text, [5, 6])}")
     check("rows", lines)
 
 
@@ -153,33 +154,33 @@ def test_answers_are_kept_under_all_that_defines_them():
 
 def test_an_end_of_text_is_no_unknown_token():
     """GPT-2's is both."""
-    each = encoder()
-    assert each.unk_id == 1
-    each.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=7, bos_token_id=None)
-    assert each.unk_id is None
-    each.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=8, bos_token_id=7)
-    assert each.unk_id is None
+    text_encoder = encoder()
+    assert text_encoder.unk_id == 1
+    text_encoder.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=7, bos_token_id=None)
+    assert text_encoder.unk_id is None
+    text_encoder.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=8, bos_token_id=7)
+    assert text_encoder.unk_id is None
 
 
 def test_windows_of_whole_texts():
     """And which number of tokens a task may have counted."""
     lines = []
     for scheme, bos in [*itertools.product(["independent"], BOS), ("harness", "auto"), ("harness", "none")]:
-        each = encoder(bos, scheme)
+        text_encoder = encoder(bos, scheme)
         for count in (0, 1, 5, 6, 7, 8, 9, 13):
             text = "f" * count
             accepted = []  # numbers of tokens that a task may have counted
             for n in range(count - 2, count + 3):
-                if not isinstance(answer(each.windows, text, n), str):
+                if not isinstance(answer(text_encoder.windows, text, n), str):
                     accepted.append(n)
-            windows = shown(answer(each.windows, text))
+            windows = shown(answer(text_encoder.windows, text))
             lines.append(f"{scheme} {bos}, {count} tokens: {windows}, counted {accepted}")
 
     rows = itertools.product(BOS, [""], (2, 3, 8, 9))
     for bos, row_bos, size in [*rows, ("given", "given", 3), ("given", "scored", 3)]:
-        each = encoder(bos)
-        row = TokenText("f", [2, *[10] * (size - 2), 3], (1, 1), ("t", each.fingerprint), row_bos)
-        lines.append(f"row {bos} {row_bos!r}, {size} ids: {shown(answer(each.row, row))}")
+        text_encoder = encoder(bos)
+        row = TokenText("f", [2, *[10] * (size - 2), 3], (1, 1), ("t", text_encoder.fingerprint), row_bos)
+        lines.append(f"row {bos} {row_bos!r}, {size} ids: {shown(answer(text_encoder.row, row))}")
 
     for text in ("a[MASK]b", "[MASK][MASK]"):
         lines.append(f"{text}: {answer(encoder().windows, text)}")
@@ -187,22 +188,22 @@ def test_windows_of_whole_texts():
 
 
 def test_a_suffix_that_begins_a_block_of_its_own_is_left_out():
-    each = encoder()
-    each.denoiser.attention = "block_causal"
+    text_encoder = encoder()
+    text_encoder.denoiser.attention = "block_causal"
     for block, texts in ((3, ("f", "ff", "fff", "ffff", "ffffff")), (None, ("f", "ff"))):
-        each.block = block
+        text_encoder.block = block
         for text in texts:
-            each.prefix = []
-            [window] = each.windows(text)
+            text_encoder.prefix = []
+            [window] = text_encoder.windows(text)
             assert window.suffix == (() if len(text) % (block or 1) == 0 else (3,)), (block, text)
 
 
 def test_what_is_said_of_texts():
     lines = []
-    each = encoder()
+    text_encoder = encoder()
     for text in ("abx", "x[UNK]", "[UNK][UNK]", "xyz ", "f"):
-        lines.append(f"unknown in {text!r}: {each.unknown(each.windows(text), text)}")
-    lines.append(f"does not distinguish: {each.normalises}")
+        lines.append(f"unknown in {text!r}: {text_encoder.unknown(text_encoder.windows(text), text)}")
+    lines.append(f"does not distinguish: {text_encoder.normalises}")
     for block, lengths in itertools.product((None, 1, 3), ([], [0], [1], [2, 1], [1, 3], [3, 2], [4])):
         windows = [Window((), (5,) * length) for length in lengths]
         lines.append(f"{lengths} in blocks of {block}: {shorter_than_a_block(windows, block)}")
@@ -212,9 +213,9 @@ def test_what_is_said_of_texts():
         lines.append(f"units of {text!r}, {between}: {count_units(text, between)}")
     for parts in itertools.product(("", "a", "a "), ("", " ", "b", " b ", "b "), (None, "", " c")):
         lines.append(f"borders of {parts}: {split_at_borders(*parts)}")
-    ids = each.encode("ab cd" * 12 + "a")
-    pieces = token_texts(ids, each.tokenizer)
-    assert "".join(pieces) == each.tokenizer.decode(ids)
+    ids = text_encoder.encode("ab cd" * 12 + "a")
+    pieces = token_texts(ids, text_encoder.tokenizer)
+    assert "".join(pieces) == text_encoder.tokenizer.decode(ids)
     lines.append(f"pieces: {'/'.join(pieces)}")
     check("said", lines)
 
@@ -241,13 +242,13 @@ SETTINGS = (
 def test_settings_of_generation():
     lines = []
     for given in SETTINGS:
-        found = answer(Settings.from_arguments, given)
+        settings = answer(Settings.from_arguments, given)
         lines.append(f"{given}:")
-        if isinstance(found, str):
-            lines.append(f"    {found}")
+        if isinstance(settings, str):
+            lines.append(f"    {settings}")
             continue
-        lines += [f"    {line}" for line in golden.listed("read", found)]
-        lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
+        lines += [f"    {line}" for line in golden.listed("read", settings)]
+        lines.append(f"    {settings.description}; {settings.denoiser(Toy()).filters}")
     assert Settings().length == 256
     for name in OF_OTHER_BACK_ENDS:
         accepted = []
