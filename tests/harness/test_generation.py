@@ -18,7 +18,7 @@ from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.results import trace
-from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
+from lm_eval_duel.text.generation import KNOWN, LENGTHS, OF_OTHER_BACK_ENDS, Settings
 
 NETWORKS = [  # with a rule
     (Toy(length=9, seed=1), "klass:mu=0.4:nu=0.3"),
@@ -144,12 +144,12 @@ GOOD = {  # the values of VALUES that a setting takes
 
 
 def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(subtests):
-    for name in (*KNOWN, *OTHERS):
+    for name in (*KNOWN, *OF_OTHER_BACK_ENDS):
         good = [repr(value) for value in (*GOOD.get(name, ()), None)]
         with subtests.test(name):
             for value in VALUES:
                 arguments = {"do_sample": False, name: value}  # a wrong value is a mistake, read or not
-                if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
+                if repr(value) in good or (name in OF_OTHER_BACK_ENDS and value == OF_OTHER_BACK_ENDS[name][0]):
                     settings = Settings.from_arguments(arguments)
                     in_other_order = Settings.from_arguments(dict(reversed(arguments.items())))
                     assert settings == in_other_order
