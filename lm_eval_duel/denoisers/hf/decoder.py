@@ -300,6 +300,8 @@ class StoredDecoder(Decoder):
         model_config = self.model_config
         options = weights.fetch_adapter(self.options)
         self.options = options
+        model_kwargs = special_kwargs(config, options)  # raises its errors before a weight is read
+
         stored = {}
         for key, value in hub.read_tensors(options.name).items():
             if not key.endswith(IGNORED):
@@ -322,7 +324,6 @@ class StoredDecoder(Decoder):
 
         # Quantized files may hold more than tensors (torchao's metadata), which only transformers can read.
         from_files = packed and not family.rename
-        model_kwargs = special_kwargs(config, options)
         if not from_files:
             model_kwargs["state_dict"] = tensors
         with quiet_transformers():
