@@ -81,10 +81,10 @@ def _check_arguments(config: EvaluatorConfig) -> None:
         raise UsageError(
             f"--limit is a number of documents, or below 1 a share of them; got {config.limit:g}. Leave it out for all."
         )
-    if config.use_cache is not None and config.use_cache.endswith(("/", os.sep)):
+    if config.use_cache is not None and (config.use_cache.endswith(("/", os.sep)) or Path(config.use_cache).is_dir()):
         raise UsageError(
             f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the folder "
-            f"{config.use_cache}. Add a name to it: {config.use_cache}cache."
+            f"{config.use_cache}. Add a name to it: {Path(config.use_cache, 'cache')}."
         )
     if config.output_path:
         output = Path(config.output_path)

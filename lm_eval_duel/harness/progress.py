@@ -41,7 +41,9 @@ class RunningEstimate:
         documents: Iterable[tuple[int, str, int]],
         log_probs: Mapping[int, float],
         tasks: Mapping[str, TaskStats],
+        is_of_rank: bool = False,
     ):
+        self.is_of_rank = is_of_rank  # of several: its documents are a part of the run's
         self.log_probs = log_probs
         self.tasks = tasks
         self.documents: dict[str, list[tuple[int, int]]] = {}  # of each task: (index, tokens)
@@ -55,6 +57,8 @@ class RunningEstimate:
             if text:
                 texts.append(f"ppl {task} {text}" if len(self.documents) > 1 else f"ppl {text}")
         joined = ", ".join(texts)
+        if joined and self.is_of_rank:
+            joined += " of this rank"
         return f"{joined} (95 % interval of the final value)" if "[" in joined else joined
 
     def _text_of_task(self, task: str) -> str:

@@ -361,7 +361,8 @@ class Scoring:
         running = None
         if self.shuffled:
             documents = [(n, str(self.requests[n].task_name), tokens[n]) for n in order]
-            running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks)
+            is_of_rank = self.evaluation.ranks.world_size > 1
+            running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks, is_of_rank)
         return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)
 
     def scored(self, remaining: Sequence[int], progress: Progress) -> Iterator[tuple[int, list[Score]]]:

@@ -36,7 +36,9 @@ SCRIPTS = ("table.js", "documents.js")
 HIDDEN = ("source",)  # groups of columns that are hidden until the reader shows them
 HIDDEN_OF_SEVERAL = (*HIDDEN, "bits", "gap", "closed")  # the same with several tasks, which have many columns
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
-CLOSE = "the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
+CLOSE = (
+    f"{UNCLEAR}: the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
+)
 WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 WIDTH = 140.0  # pixels of a plot
 MARGIN = 9.0
@@ -232,6 +234,7 @@ def columns_of(report: Report) -> list[Column]:
     standings = report.standings
     names = columns.names_of_rows([row.method.named for row in standings.rows])
     shown = [Column("#", columns.rank)]
+    names["cache"] = lambda row: row.cache if row.run.has_cache else ""  # which some networks have no argument for
     for head, cell in names.items():
         shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))  # bound now: `cell` changes
     if standings.mean_of:
@@ -297,7 +300,7 @@ def _gap(each: ComparedRow) -> str:
 def _closed(each: ComparedRow) -> Cell:
     text = columns.closed(each)
     if text == UNCLEAR:
-        return text, CLOSE
+        return "unclear", CLOSE  # short: the column is narrow
     whose_gap = WHOSE_GAP.get(each.closed.of, "") if text else ""
     return text, Note.joined([Note(whose_gap), each.closed.reason])
 
@@ -348,6 +351,7 @@ def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[St
         texts[row] = []
         for column in columns:
             text, note = split(column.cell(row))
+            text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # a line may break before an error only
             if note.fact:
                 if note.fact not in remarks:
                     remarks[note.fact] = Remark(f"[{len(remarks) + 1}]", note.fact, [])

@@ -213,6 +213,8 @@ def test_the_text_of_a_bar():
     documents = [(0, "a", 10), (1, "b", 4), (2, "a", 5), (3, "b", 2), (4, "c", 3)]
     log_probs = {0: -20.0, 1: -8.0, 3: -4.0}
     assert str(RunningEstimate(documents, log_probs, {})) == "ppl a 7.389 over 1 of 2 documents, ppl b 7.389"
+    assert str(RunningEstimate(documents, log_probs, {}, is_of_rank=True)).endswith("ppl b 7.389 of this rank")
+    assert not str(RunningEstimate(documents, {}, {}, is_of_rank=True))
     one = [(0, "a", 10), (2, "a", 5)]
     task = SimpleNamespace(total=SimpleNamespace(perplexity_stderr=0.0456))
     assert str(RunningEstimate(one, log_probs, {"a": task})) == "ppl 7.389 ± 0.046 over 1 of 2 documents"

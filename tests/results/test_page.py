@@ -1,9 +1,12 @@
 """The page of a report in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
 
+import re
+
 import browser
 import pytest
 from results import documents, hf, ours, trace
 
+from lm_eval_duel import demo
 from lm_eval_duel.cli import report
 from lm_eval_duel.results import traced
 
@@ -74,7 +77,7 @@ def enter(window, field, value):
 
 
 def test_columns_sort_and_the_oracle_stays_apart(opened):
-    value = '(row) => parseFloat(row.querySelector("td.g-value:not(.plot)").textContent.replace("≤ ", ""))'
+    value = '(row) => parseFloat(row.querySelector("td.g-value:not(.plot)").textContent.replace(/≤\\s/, ""))'
     values = opened.run(f'[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map({value})')
     assert values == sorted(values), "rows come in the order of their ranks"
     *ranks, rank_of_oracle = rows(opened, "rank")
@@ -155,12 +158,34 @@ def test_a_remark_is_hidden_with_the_columns_that_refer_to_it(opened):
     assert opened.run(shown) == before
 
 
+def test_the_table_of_the_bundled_results_fits_a_laptop(chromium, tmp_path):
+    """Its costs are seen without scrolling, and columns sort by their numbers, bounds included."""
+    report.main([str(demo.FOLDER / "results"), "--page", "--figures", "none", "--out", str(tmp_path)])
+    chromium.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    chromium.open(tmp_path / "index.html")
+    frame = 'document.querySelector("#board").parentNode'
+    assert chromium.run(f"{frame}.scrollWidth - {frame}.clientWidth") == 0
+    bits = (
+        '[...document.querySelectorAll("#board tbody:first-of-type tr.row td.g-bits")].map((cell) => cell.textContent)'
+    )
+    chromium.run('document.querySelector("#board th.g-bits button").click()')
+    numbers = [float(re.search(r"\d+\.\d+", text)[0]) for text in chromium.run(bits)]
+    assert any("≤" in text for text in chromium.run(bits))
+    assert numbers == sorted(numbers)
+    chromium.call("Emulation.clearDeviceMetricsOverride")
+
+
 def test_on_a_telephone_perplexity_is_seen_without_scrolling(opened):
     cells = '[...document.querySelectorAll("#board tr.row td.g-value:not(.plot)")]'
     for width in (360, 500):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": True}
         opened.call("Emulation.setDeviceMetricsOverride", **size)
         assert 0 < opened.run(f"Math.max(...{cells}.map((cell) => cell.getBoundingClientRect().right))") <= width
+        # no number of another column is cut at the edge of the frame: the next one begins behind it
+        edge = 'document.querySelector("#board").parentNode.getBoundingClientRect().right'
+        others = '[...document.querySelectorAll("#board tr.row:first-child td:not(.g-value)")]'
+        cut = f"(box) => box.left < {edge} - 4 && box.right > {edge}"
+        assert opened.run(f"{others}.map((cell) => cell.getBoundingClientRect()).filter({cut}).length") == 0
     opened.call("Emulation.clearDeviceMetricsOverride")
 
 

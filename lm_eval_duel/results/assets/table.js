@@ -5,7 +5,7 @@
   function key(cell) {
     const text = cell.dataset.text ?? cell.firstChild?.textContent.trim() ?? "";
     if (text === "") return null;
-    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤ | ±.*$|\s\[\d+\]$|,/g, ""));
+    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤\s|\s±.*$|\s\[\d+\]$|,/g, ""));
     return Number.isNaN(number) ? text : number;
   }
   function compare(a, b) {
