@@ -1,5 +1,6 @@
 """What an evaluation needs besides its model is checked before the model is loaded."""
 
+import os
 import random
 from functools import partialmethod
 
@@ -26,6 +27,7 @@ doc_to_target: text
 metric_list: [{{metric: word_perplexity}}]
 """
 CODE = """
+import os
 import random
 import numpy
 
@@ -81,6 +83,7 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"limit": 0.0}, "--limit"),
         (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
         (["sotu"], {"use_cache": "runs/"}, "--use_cache"),
+        (["sotu"], {"use_cache": os.path.dirname(__file__)}, "--use_cache"),  # a folder that exists
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
     ],
 )
