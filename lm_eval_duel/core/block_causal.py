@@ -45,7 +45,7 @@ def clean_group(denoiser: Network) -> int:
 
 
 def stretch_of(start: torch.Tensor, block: int) -> torch.Tensor:
-    """The number of the stretch of columns to which each block belongs, by its first column, (R,)."""
+    """The number of the stretch in which each block begins, from the blocks' first columns (R,), (R,)."""
     return start // max(block, STRETCH)
 
 
@@ -65,44 +65,54 @@ class CleanStream:
         self.rows = rows
         self.generating = generating
         self.group = clean_group(denoiser)  # G
-        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # of groups, for first positions of blocks
+        # the first token of a block may be predicted at the last position before it, the edge
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)
 
-        # the clean columns that each window needs
-        self.zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
-        last = rows.origin + rows.target - 1 - self.zero  # (N,)
-        self.end = self.zero + last // self.group * self.group  # (N,) up to the last block
+        # the column from which groups count, and the end of the clean columns that a window needs
+        self.zero = torch.zeros_like(rows.origin)  # (N,)
+        if denoiser.anchor == "target":
+            self.zero = rows.origin
+        last = rows.origin + rows.target - 1 - self.zero  # (N,) of the target, counted from there
+        self.end = self.zero + last // self.group * self.group  # (N,) where its last group begins
 
-        # the clean columns whose keys are kept
+        # what is kept of the clean columns: their keys and values, and the features at edges
         self.slot = torch.full_like(rows.origin, -1)  # (N,)
-        self._kept = torch.zeros_like(rows.origin)  # (N,) how many
+        self._kept = torch.zeros_like(rows.origin)  # (N,) how many columns
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
+        self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) at the last position before each group
 
     def shares(self, block: int) -> torch.Tensor:
         """The clean columns of each window, divided by the number of its blocks; at least `block`, (N,)."""
-        last = self.rows.origin + self.rows.target - 1 - self.zero  # (N,)
-        lane_count = last // block - (self.rows.origin - self.zero) // block + 1  # (N,)
-        return (-(-self.end // lane_count)).clamp(min=block)  # rounded up
+        first = self.rows.origin - self.zero  # (N,)
+        last = first + self.rows.target - 1  # (N,)
+        block_count = last // block - first // block + 1  # (N,)
+        share = -(-self.end // block_count)  # (N,) rounded up
+        return share.clamp(min=block)
 
     def extend(self, row: torch.Tensor, start: torch.Tensor, tokens: int) -> Iterator[int]:
         """Evaluate the clean columns that blocks see and that are not kept yet; yield the rows of each network call.
 
-        `row`, `start` (R,): the window and the first column of each block. A call is of at most `tokens` positions.
-        Slots of windows that have no block here are given to others.
+        `row`, `start` (R,): the window and the first column of each block. A call has at most `tokens` positions. The
+        slots of windows without a block here become free for others.
         """
         for windows, end in self._missing(row, start, tokens):
             self._extend(windows, end)
             yield len(windows)
 
     def _missing(
-        self, row: torch.Tensor, start: torch.Tensor, tokens: int
+        self,
+        row: torch.Tensor,
+        start: torch.Tensor,
+        tokens: int,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(windows (P,), end (P,)) of the next clean columns, which are to be kept before the next ones are asked for.
+        """(windows, end) of the columns of each call, (P,) both: clean columns up to `end` that are not kept yet.
 
-        The arguments are those of `extend`.
+        The caller keeps them before it asks for the next ones. The arguments are those of `extend`.
         """
-        if bool((self.slot[row] >= 0).all() & (self._kept[row] >= start).all()):
+        has_slot = self.slot[row] >= 0  # (R,)
+        has_keys = self._kept[row] >= start  # (R,)
+        if bool((has_slot & has_keys).all()):
             return
         present = torch.zeros_like(self.slot, dtype=torch.bool)  # (N,)
         present[row] = True
@@ -115,11 +125,14 @@ class CleanStream:
         if self.denoiser.attention == "causal":
             piece = self.rows.ids.shape[1]
         else:
-            piece = max(self.group, CLEAN // self.group * self.group)
+            piece = max(self.group, CLEAN // self.group * self.group)  # whole groups
         while len(lacking := (self._kept < needed).nonzero()[:, 0]):
-            until = needed.minimum(self._kept.maximum(self.zero) + piece)  # (N,) a context is not divided
-            lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
-            most = max(1, tokens // int((until - self._kept).max()))
+            # a context before the first group is not divided
+            until = needed.minimum(self._kept.maximum(self.zero) + piece)  # (N,)
+            columns = int((until - self._kept).max())
+            # windows at the same piece go together, since a call is as wide as its widest window
+            lacking = lacking[self._kept[lacking].argsort(stable=True)]
+            most = max(1, tokens // columns)
             for part in lacking.split(most):
                 yield part, until[part]
 
@@ -128,9 +141,11 @@ class CleanStream:
         self._kept[~present] = 0
         self.slot[~present] = -1
         entering = (present & (self.slot < 0)).nonzero()[:, 0]  # (n,)
-        # no slot in use is beyond this many, and the windows that enter take the lowest free ones
-        free = torch.ones(int(present.sum()) + len(self.slot), dtype=torch.bool, device=present.device)  # (S,)
-        free[self.slot[self.slot >= 0]] = False
+        # The windows that enter take the lowest free slots, so no slot in use is beyond this many.
+        most = int(present.sum()) + len(self.slot)
+        free = torch.ones(most, dtype=torch.bool, device=present.device)
+        in_use = self.slot[self.slot >= 0]
+        free[in_use] = False
         self.slot[entering] = free.nonzero()[: len(entering), 0]
 
     def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -144,22 +159,27 @@ class CleanStream:
         slot = self.slot[row]  # (P,)
         column = begin[:, None] + torch.arange(int((end - begin).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
-        ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
+        last = self.rows.ids.shape[1] - 1
+        ids = self.rows.ids[row[:, None], column.clamp(max=last)]  # (P, Q)
 
+        # a position sees what is kept of its window, and of this call its own group and earlier ones
         before = int(begin.max())
         past = torch.arange(before, device=device) < begin[:, None]  # (P, K)
+        sees_past = past[:, None].expand(-1, column.shape[1], -1)  # (P, Q, K)
         number = self._group_of(row, column)  # (P, Q)
         sees = number[:, :, None] >= number[:, None]  # (P, Q, Q)
         sees &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty
-        seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), sees], dim=2)  # (P, Q, K + Q)
+        seen = torch.cat([sees_past, sees], dim=2)  # (P, Q, K + Q)
         features, new = self.denoiser.stream(ids, column, seen, self.past(slot, before))  # (P, Q, D)
+
         if self.denoiser.attention == "causal" and not self.generating:
-            new = []  # one pass scores a causal network
+            new = []  # one pass scores a causal network, so nobody will read its keys
         self._grow(new, features)
         self._keep(new, slot, column, real)
         if self.reads_edges:
             after = self._group_of(row, column + 1)  # (P, Q)
-            p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last positions of their groups
+            is_edge = real & (after > number)  # (P, Q) the last position of its group
+            p, q = is_edge.nonzero().unbind(1)  # (X,) each
             self._edge[slot[p], after[p, q]] = features[p, q]
         self._kept[row] = end
 
@@ -170,22 +190,36 @@ class CleanStream:
             return
         length = self.rows.ids.shape[1]
         if not self._slots:
-            groups = -(-length // self.group) if self.reads_edges else 0
-            self._clean = [(_none_of(keys, length), _none_of(values, length)) for keys, values in like]
+            groups = 0
+            if self.reads_edges:
+                groups = -(-length // self.group)  # rounded up
+            self._clean = []
+            for keys, values in like:
+                self._clean.append((_without_slots(keys, length), _without_slots(values, length)))
             self._edge = features.new_zeros(0, groups, features.shape[2])
-        clean = [(_with_more(keys, more), _with_more(values, more)) for keys, values in self._clean]
+        clean = []
+        for keys, values in self._clean:
+            clean.append((_with_more(keys, more), _with_more(values, more)))
         edge = _with_more(self._edge, more)
         # last, since memory may have run out before
         self._clean = clean
         self._edge = edge
         self._slots += more
 
-    def _keep(self, new: list[KeysValues], slot: torch.Tensor, column: torch.Tensor, real: torch.Tensor) -> None:
+    def _keep(
+        self,
+        new: list[KeysValues],
+        slot: torch.Tensor,
+        column: torch.Tensor,
+        real: torch.Tensor,
+    ) -> None:
         """Keep the keys and values of a call on windows at `slot` (P,) at `column` (P, Q), where `real` (P, Q)."""
         first = int(column[0, 0])
         end = first + column.shape[1]
         p, q = real.nonzero().unbind(1)  # (X,)
-        same_columns = len(p) == real.numel() and bool((column[:, 0] == first).all())  # in every window
+        # without padding and at the same columns in every window, planes are copied by slices
+        no_padding = len(p) == real.numel()
+        same_columns = no_padding and bool((column[:, 0] == first).all())
         for kept, made in zip(self._clean, new, strict=True):
             for plane, positions in zip(kept, made, strict=True):
                 device = plane.device  # a network may be spread over several
@@ -197,8 +231,15 @@ class CleanStream:
                     plane[at, :, columns] = positions[p.to(device), :, q.to(device)]
 
     def past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
-        """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
-        return rows_at(self._clean, slot.clamp(max=self._slots - 1), columns) if columns else None
+        """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary where a window has fewer.
+
+        None without columns.
+        """
+        if not columns:
+            return None
+        # a window that has just entered may have a slot that is not made yet
+        made = slot.clamp(max=self._slots - 1)
+        return rows_at(self._clean, made, columns)
 
     def edges(self, row: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """The features at the last position before blocks that start at `start` (c,) of windows `row` (c,), (c, D)."""
@@ -206,8 +247,8 @@ class CleanStream:
         return self._edge[self.slot[row], group]
 
 
-def _none_of(plane: torch.Tensor, length: int) -> torch.Tensor:
-    """No slot yet for keys or values like these (P, H, Q, D / H), (0, H, L, D / H)."""
+def _without_slots(plane: torch.Tensor, length: int) -> torch.Tensor:
+    """A plane (0, H, L, D / H) for keys or values such as `plane` (P, H, Q, D / H), to which slots are added."""
     return plane.new_zeros(0, plane.shape[1], length, plane.shape[3])
 
 
@@ -243,36 +284,53 @@ class PackedCall:
 
     @classmethod
     def from_slots(
-        cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, kept: torch.Tensor, most: int
+        cls,
+        slot: torch.Tensor,
+        start: torch.Tensor,
+        real: torch.Tensor,
+        kept: torch.Tensor,
+        most: int,
     ) -> PackedCall:
         """The call over lanes that see the columns `kept` (R, K) at `slot` (R,), with at most `most` lanes in a row."""
         number, place = arrange(slot, widest(slot, most))  # (P, A)
         lane = number.clamp(min=0)  # (P, A)
-        block = torch.arange(real.shape[1], device=start.device)  # (B,)
-        columns = (start[lane][:, :, None] + block).flatten(1)  # (P, Q)
-        return cls(slot, start, real, lane, number >= 0, place, columns, kept)
+        position = torch.arange(real.shape[1], device=start.device)  # (B,)
+        columns = start[lane][:, :, None] + position  # (P, A, B)
+        return cls(
+            slot=slot,
+            start=start,
+            real=real,
+            lane=lane,
+            used=number >= 0,
+            place=place,
+            columns=columns.flatten(1),
+            kept=kept,
+        )
 
     @cached_property
     def seen(self) -> torch.Tensor:
-        """True at the kept keys, and at those of the call's own, that each query attends to, (P, Q, K + Q)."""
-        count = self.lane.shape[1]
+        """True at the keys that each query attends to, kept ones and the call's own, (P, Q, K + Q)."""
+        lanes_in_row = self.lane.shape[1]
         block = self.real.shape[1]
         used = self.used[:, :, None]  # (P, A, 1)
         exists = (self.real[self.lane] & used).flatten(1)  # (P, Q)
-        of_lane = torch.arange(count, device=exists.device).repeat_interleave(block)  # (Q,)
-        same_lane = of_lane[:, None] == of_lane  # (Q, Q)
-        own = same_lane & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
-        kept = (self.kept[self.lane] & used)[:, of_lane]  # (P, Q, K)
-        return torch.cat([kept, own], dim=2)
+        place = torch.arange(lanes_in_row, device=exists.device).repeat_interleave(block)  # (Q,) of each query
+        same_lane = place[:, None] == place  # (Q, Q)
+        # a position that does not exist sees its own block, so that its softmax is not empty
+        sees_call = same_lane & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
+        sees_kept = (self.kept[self.lane] & used)[:, place]  # (P, Q, K)
+        return torch.cat([sees_kept, sees_call], dim=2)
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
         """True if these lanes have this layout."""
-        return torch.equal(self.slot, slot) and torch.equal(self.start, start) and torch.equal(self.real, real)
+        same_blocks = torch.equal(self.slot, slot) and torch.equal(self.start, start)
+        return same_blocks and torch.equal(self.real, real)
 
     def queries(self, position: torch.Tensor) -> torch.Tensor:
         """The queries of the positions (R, M) of each lane's block, (P, A M)."""
         block = self.real.shape[1]
-        before = torch.arange(self.lane.shape[1], device=position.device)[:, None] * block  # (A, 1)
+        place = torch.arange(self.lane.shape[1], device=position.device)  # (A,)
+        before = place[:, None] * block  # (A, 1) positions of earlier lanes in the row
         return (before + position[self.lane]).flatten(1)
 
     def by_lane(self, features: torch.Tensor) -> torch.Tensor:
@@ -281,13 +339,18 @@ class PackedCall:
         return of_places[self.place]
 
 
-def rows_at(layers: Sequence[KeysValues], slot: torch.Tensor, columns: int) -> list[KeysValues]:
-    """The first `columns` of kept rows (S, H, L, D / H) at `slot` (P,): views where the slots follow each other."""
+def rows_at(
+    layers: Sequence[KeysValues],
+    slot: torch.Tensor,
+    columns: int,
+) -> list[KeysValues]:
+    """The first `columns` of kept rows (S, H, L, D / H) at `slot` (P,), without a copy if the slots are in sequence."""
     first = int(slot[0])
-    together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+    end = first + len(slot)
+    in_sequence = torch.equal(slot, torch.arange(first, end, device=slot.device))
     rows: list[KeysValues] = []
     for keys, values in layers:
-        at = slice(first, first + len(slot)) if together else slot.to(keys.device)
+        at = slice(first, end) if in_sequence else slot.to(keys.device)
         rows.append((keys[at, :, :columns], values[at, :, :columns]))
     return rows
 
@@ -300,27 +363,33 @@ def widest(window: torch.Tensor, most: int) -> int:
     counts = window.unique(return_counts=True)[1]  # (windows,)
     while most > 1:
         wide = min(most, int(counts.max()))
-        rows = int((-(-counts // wide)).sum())  # rounded up for each window
-        places = wide * rows
+        rows_of_windows = -(-counts // wide)  # (windows,) rounded up
+        places = wide * int(rows_of_windows.sum())
         if 6 * len(window) >= 5 * places:
             return wide
         most = wide // 2
     return 1
 
 
-def arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def arrange(
+    window: torch.Tensor,
+    most: int,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Put lanes of the same `window` (R,) into rows of at most `most`.
 
     Returns the lane at each place (P, A), -1 at empty places, and the row and place of each lane (R,).
     """
+    # in the order of windows: number the lanes of each window from 0, and begin a row at every `most`-th of them
     order = window.argsort(stable=True)  # (R,)
     every = torch.arange(len(order), device=order.device)  # (R,)
-    begins = torch.ones_like(order, dtype=torch.bool)  # (R,) the first lane of its window, in this order
-    begins[1:] = window[order].diff() != 0
-    nth = every - torch.where(begins, every, 0).cummax(0).values  # (R,) within its window
-    row = (nth % most == 0).cumsum(0) - 1  # (R,)
+    is_first = torch.ones_like(order, dtype=torch.bool)  # (R,) of its window
+    is_first[1:] = window[order].diff() != 0
+    first = torch.where(is_first, every, 0).cummax(0).values  # (R,) where its window begins
+    nth = every - first  # (R,)
     place = nth % most  # (R,)
-    number = order.new_full((int(row[-1]) + 1, int(place.max()) + 1), -1)  # (P, A)
+    row = (place == 0).cumsum(0) - 1  # (R,)
+    shape = (int(row[-1]) + 1, int(place.max()) + 1)
+    number = order.new_full(shape, -1)  # (P, A)
     number[row, place] = order
     back = order.argsort()  # (R,)
     return number, (row[back], place[back])

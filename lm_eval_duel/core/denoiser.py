@@ -85,9 +85,9 @@ class View(Evaluator):
         )
 
     def at_steps(self, lanes: Lanes, positions: Positions) -> tuple[Positions, torch.Tensor | None]:
-        """Positions, and the step of each row of features (U,) if a filter reads it.
+        """The positions of `lanes`, and the step of each row of features (U,); None if no filter reads the step.
 
-        Lanes at different steps may share a row of features, which then becomes one for each step.
+        A row of features that lanes at different steps share is repeated, once for each step.
         """
         if not any(each.reads_step for each in self.denoiser.filters):
             return positions, None
@@ -100,7 +100,7 @@ class View(Evaluator):
     def positions(self, lanes: Lanes) -> Positions:
         """The input of the LM head at the masked positions of `lanes`; lanes with equal rows are evaluated once."""
         ids, shown, real = self._input(lanes)  # (R, L) each
-        # rows that look alike may differ in where the suffix begins, and guidance masks context and suffix
+        # Rows that look alike may differ in how much of them was given, which guidance masks.
         visible = self.rows.visible[lanes.row].sum(1)  # (R,)
         first, kind = distinct(ids, shown, real, visible, lanes.masked, lanes.start, lanes.origin)  # (r,), (R,)
         if len(first) == len(lanes):
@@ -109,29 +109,39 @@ class View(Evaluator):
         evaluated = self._evaluate(unique, ids[first], shown[first], real[first])
         return evaluated.spread(lanes, unique, kind)
 
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
+    def _evaluate(
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        shown: torch.Tensor,
+        real: torch.Tensor,
+    ) -> Positions:
         """One network call on different rows: input ids, which show a token, which are not padding, (R, L) each."""
         columns = lanes.start[:, None] + masked_positions(lanes) - self.denoiser.shift  # (R, M)
-        columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `masked_positions` may lie outside
+        last = ids.shape[1] - 1
+        columns = columns.clamp(0, last)  # what pads `masked_positions` may lie outside the row
         extra = self._extra_inputs(lanes, shown, real)
         features = self.denoiser.features_at(columns, ids, self._padding(real), **extra)  # (R, M, D)
         self.forwards += 1
         self.evaluated += len(lanes)
 
-        one_token = ((ids == ids[:, :1]) | ~real).all(1)  # (R,) where masks are shown, nothing else is
-        # With relative positions alone such a row has one distribution. Float noise must not choose the first pick.
+        # A lane has a masked position, so a row of one token is a row of nothing but masks (or of one noise token).
+        one_token = ((ids == ids[:, :1]) | ~real).all(1)  # (R,)
+        # If the network knows relative positions alone, it predicts the same everywhere in such a row. Then float
+        # noise would choose the first pick, so the positions share one row of features and tie exactly.
         all_mask = one_token & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _padding(self, real: torch.Tensor) -> torch.Tensor | None:
-        """`real` (R, L) for the network: None if no row has padding."""
+        """`real` (R, L) as the network takes it: None if no row has padding."""
         return None if self._unpadded or real.all() else real
 
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the network besides the rows, (R, ...) each."""
         if self.denoiser.noise_training is None:
             return {}
-        return self.denoiser.noise_inputs(self.masked_share(lanes, shown, real))
+        share = self.masked_share(lanes, shown, real)  # (R,)
+        return self.denoiser.noise_inputs(share)
 
     # ------------------------------------------------------------ what a lane sees
 
@@ -139,16 +149,20 @@ class View(Evaluator):
         """Input ids, which positions show a token, and which positions are not padding; (R, L) each."""
         rows = self.rows
         row = lanes.row
-        length = rows.ids.shape[1] if self._unpadded else int(rows.length[row].max())
+        length = rows.ids.shape[1]
+        if not self._unpadded:
+            length = int(rows.length[row].max())  # no more padding than the longest of these rows needs
         column = torch.arange(length, device=row.device)  # (L,)
         ids = rows.ids[row, :length]  # (R, L)
         visible = rows.visible[row, :length]  # (R, L)
         real = column < rows.length[row][:, None]  # (R, L)
-        before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
 
-        # what is revealed of the block itself
+        # earlier blocks of the target
+        before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L)
+
+        # what is revealed of the block itself; all other positions are written to an extra column
         revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
-        at = torch.where(revealed, lanes.columns, length)  # (R, W) other positions go into an extra column
+        at = torch.where(revealed, lanes.columns, length)  # (R, W)
         written = ids.new_full((len(row), length + 1), -1)  # (R, L + 1)
         written = written.scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
 
@@ -163,12 +177,14 @@ class View(Evaluator):
         if trained is None:
             return mask_id or 0  # a causal network never attends to a masked position
         columns = torch.arange(shown.shape[1], device=shown.device)  # (L,)
+        keys = self.noise_keys(lanes, columns)
         share = self.masked_share(lanes, shown, real)  # (R,)
-        return masked_tokens(trained.noise, self._tokens, mask_id, share, self.noise_keys(lanes, columns))
+        return masked_tokens(trained.noise, self._tokens, mask_id, share, keys)
 
     def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """The share of each row's positions that show no token of the text, float64 (R,)."""
-        return (real & ~shown).sum(1).double() / self.rows.length[lanes.row]
+        masked = (real & ~shown).sum(1)  # (R,)
+        return masked.double() / self.rows.length[lanes.row]
 
     def noise_keys(self, lanes: Lanes, columns: torch.Tensor) -> NoiseKeys:
         """The keys of the noise of masked positions at `columns`, (L,) or (R, L)."""
@@ -179,7 +195,7 @@ class View(Evaluator):
             position=columns - lanes.origin[:, None],
         )
 
-    # ------------------------------------------------------------ computed once: each costs a host sync
+    # ------------------------------------------------------------ computed once, since each waits for the device
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,8 +225,10 @@ class BlockCausalView(View):
         super().__init__(denoiser, rows)
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self.clean = CleanStream(denoiser, rows, generating)
-        # the cost of a lane: its share of the window's clean columns, whose keys take memory
-        self._share = rows.length if generating else self.clean.shares(self.block)  # (N,) generating: one lane each
+        if generating:  # one lane at a time of each window, which takes the keys of the whole window
+            self._share = rows.length  # (N,)
+        else:
+            self._share = self.clean.shares(self.block)  # (N,)
         self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
@@ -225,14 +243,22 @@ class BlockCausalView(View):
     def positions(self, lanes: Lanes) -> Positions:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
         zero = self.clean.zero[lanes.row]  # (R,)
-        first, kind = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.masked)
+        prefix = self._prefix_hash(lanes)  # (R,)
+        first, kind = distinct(prefix, lanes.start, zero, ids, shown, real, lanes.masked)  # (r,), (R,)
         unique = lanes if len(first) == len(lanes) else lanes.select(first)
-        for evaluated in self.clean.extend(unique.row, unique.start, len(lanes) * self.block):
+        # no clean call is larger than the call of the blocks
+        tokens = len(lanes) * self.block
+        for evaluated in self.clean.extend(unique.row, unique.start, tokens):
             self.forwards += 1
             self.evaluated += evaluated
-        if self.denoiser.attention == "causal":
+
+        if self.denoiser.attention == "causal":  # all its predictions are in the clean stream
+
+            def edge(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
+                return self._edge_features(unique, lane)
+
             all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
-            positions = Positions.from_lanes(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
+            positions = Positions.from_lanes(unique, all_mask, edge)
         else:
             positions = self._evaluate(unique, ids[first], shown[first], real[first])
         return positions if unique is lanes else positions.spread(lanes, unique, kind)
@@ -241,7 +267,7 @@ class BlockCausalView(View):
         """A hash of the ids before the block of each lane, (R,)."""
         if self._past_hash is None:
             columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
-            total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
+            total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) sums of int64 wrap around
             self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
         return self._past_hash[lanes.row, lanes.start]
 
@@ -252,46 +278,47 @@ class BlockCausalView(View):
         rows = self.rows
         row = lanes.row
         column = lanes.start[:, None] + torch.arange(self.block, device=row.device)  # (R, B)
-        inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
+        last = rows.ids.shape[1] - 1
+        at = (row[:, None], column.clamp(max=last))
         in_row = column < rows.length[row][:, None]  # (R, B)
 
         # the suffix, which a block shows from the first step on
-        after_target = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
-        shown = rows.visible[row[:, None], inside] & after_target & in_row  # (R, B)
-        ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
+        end = (rows.origin + rows.target)[row]  # (R,) of the target
+        shown = rows.visible[at] & (column >= end[:, None]) & in_row  # (R, B)
+        ids = torch.where(shown, rows.ids[at], self.denoiser.mask_id or 0)  # (R, B)
 
         # what is revealed of the block
         revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
         width = revealed.shape[1]
         ids[:, :width] = torch.where(revealed, lanes.tokens, ids[:, :width])
         shown[:, :width] |= revealed
-        fills = self.denoiser.last_block == "fill"
-        return ids, shown, torch.ones_like(shown) if fills else in_row
+        if self.denoiser.last_block == "fill":  # with [MASK] to its border, beyond the end of the row
+            return ids, shown, torch.ones_like(shown)
+        return ids, shown, in_row
 
     # ------------------------------------------------------------ its evaluation
 
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
-        """The input of the LM head at the masked positions of the lanes' blocks, one call for each stretch of columns.
-
-        A call keeps the layout of the previous step if its lanes are the same.
-        """
+    def _evaluate(
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        shown: torch.Tensor,
+        real: torch.Tensor,
+    ) -> Positions:
+        """The input of the LM head at the masked positions of the lanes, one call for each stretch of columns."""
         position = masked_positions(lanes)  # (R, M)
         read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
         slot = self.clean.slot[lanes.row]  # (R,)
         stretch = stretch_of(lanes.start, self.block)  # (R,)
-        earlier_calls = self._calls
-        self._calls = {}
+        calls: dict[int, PackedCall] = {}
         lanes_of_calls = []
         features_of_calls = []
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
-            call = earlier_calls.get(n)
-            if call is None or not call.holds(slot[lane], lanes.start[lane], real[lane]):
-                start = lanes.start[lane]  # (r,)
-                clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
-                call = PackedCall.from_slots(slot[lane], start, real[lane], clean, lanes_abreast(self.block))
-            self._calls[n] = call
-            past = self.clean.past(slot[lane][call.lane[:, 0]], call.kept.shape[1])
+            call = self._layout(n, slot[lane], lanes.start[lane], real[lane])
+            calls[n] = call
+            slot_of_row = slot[lane][call.lane[:, 0]]  # (P,) the lanes of a row are of one window
+            past = self.clean.past(slot_of_row, call.kept.shape[1])
             queries = call.queries(read[lane])  # (P, A M)
             inputs = ids[lane][call.lane].flatten(1)  # (P, Q)
             part, _ = self.denoiser.stream_at(queries, inputs, call.columns, call.seen, past)  # (P, A M, D)
@@ -299,6 +326,7 @@ class BlockCausalView(View):
             self.evaluated += len(inputs)
             lanes_of_calls.append(lane)
             features_of_calls.append(call.by_lane(part))  # (r, M, D)
+        self._calls = calls
         features = torch.cat(features_of_calls)  # (R, M, D)
         index = torch.cat(lanes_of_calls).argsort()  # (R,) where the features of each lane are
 
@@ -312,8 +340,20 @@ class BlockCausalView(View):
                 values[first] = self._edge_features(lanes, lane[first])
             return values
 
-        all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
+        nothing_seen = ~shown.any(1) & (lanes.start == 0)  # (R,)
+        all_mask = nothing_seen & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, at)
+
+    def _layout(self, stretch: int, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> PackedCall:
+        """The layout of the call of one stretch: that of the step before if its lanes are the same.
+
+        `slot`, `start` (r,) and `real` (r, B): of its lanes.
+        """
+        call = self._calls.get(stretch)
+        if call is not None and call.holds(slot, start, real):
+            return call
+        clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
+        return PackedCall.from_slots(slot, start, real, clean, lanes_abreast(self.block))
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""
@@ -328,19 +368,32 @@ class NoiseView(Evaluator):
     """
 
     def predictions(
-        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+        self,
+        lanes: Lanes,
+        noisy: torch.Tensor,
+        t: torch.Tensor,
+        before: torch.Tensor | None = None,
     ) -> Predictions:
         """The predictions at all positions of `lanes`; the arguments are those of `features`."""
         features = self.features(lanes, noisy, t, before)[lanes.masked_at]  # (C, D)
         every = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
-        network = self.denoiser
         return Predictions(
-            lanes.masked, no_ties, features, every, network.head, network.excluded, filters=network.filters
+            lanes.masked,
+            no_ties,
+            features,
+            every,
+            self.denoiser.head,
+            self.denoiser.excluded,
+            filters=self.denoiser.filters,
         )
 
     def features(
-        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+        self,
+        lanes: Lanes,
+        noisy: torch.Tensor,
+        t: torch.Tensor,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) at all columns of `lanes`, which show `noisy` (R, W) at times t (R,).
 
@@ -349,11 +402,13 @@ class NoiseView(Evaluator):
         rows = self.rows
         row = lanes.row
         columns = lanes.columns  # (R, W)
+        # a canvas sees nothing after it
         end = rows.length[row] if self.denoiser.block is None else lanes.start + lanes.width  # (R,)
         length = int(end.max())
         real = torch.arange(length, device=row.device) < end[:, None]  # (R, L)
 
-        at = torch.where(lanes.masked, columns, length)  # (R, W) other positions go into an extra column
+        # positions that are not masked are written to an extra column
+        at = torch.where(lanes.masked, columns, length)  # (R, W)
         ids = rows.ids.new_zeros(len(row), length + 1)  # (R, L + 1)
         ids[:, :length] = rows.ids[row, :length]
         ids = ids.scatter_(1, at, noisy)[:, :length]  # (R, L)
@@ -372,26 +427,35 @@ class Positions(NamedTuple):
     """The input of the LM head at masked positions. Positions known to be equal share a row of features."""
 
     features: torch.Tensor  # (U, D)
-    row: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
-    all_mask: torch.Tensor  # (R,) bool: one token is everywhere, [MASK], so all positions share one distribution
-    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each, which the network reads at the next step
+    # the row of features of each masked position, in the order of `masked.nonzero()`
+    row: torch.Tensor  # (C,)
+    # one token is everywhere, [MASK], so all positions share one distribution
+    all_mask: torch.Tensor  # (R,) bool
+    # what the network reads at the next step
+    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each
 
     @classmethod
     def from_lanes(
-        cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        cls,
+        lanes: Lanes,
+        all_mask: torch.Tensor,
+        at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> Positions:
-        """The masked positions of lanes; `at(lane, n)` (C,) -> (C, D): the features of a lane's n-th masked position.
+        """The masked positions of lanes.
 
-        Only the first position of an all-mask lane is evaluated.
+        `at(lane, nth)`: the features (C, D) of the nth masked position of each lane, both (C,). Of an all-mask lane
+        only the first position has a row of features.
         """
         lane, position = lanes.masked_at  # (C,) each
         nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
-        unique = (nth == 0) | ~all_mask[lane]  # (C,)
-        evaluated = unique.nonzero()[:, 0]  # (U,)
-        return cls(at(lane[evaluated], nth[evaluated]), unique.cumsum(0) - 1, all_mask)
+        has_own_row = (nth == 0) | ~all_mask[lane]  # (C,)
+        evaluated = has_own_row.nonzero()[:, 0]  # (U,)
+        features = at(lane[evaluated], nth[evaluated])  # (U, D)
+        row = has_own_row.cumsum(0) - 1  # (C,)
+        return cls(features, row, all_mask)
 
     def spread(self, lanes: Lanes, evaluated: Lanes, kind: torch.Tensor) -> Positions:
-        """The positions of `lanes`, where `kind` (R,) is the evaluated lane that each of them equals."""
+        """The positions of all `lanes` from those of the `evaluated` ones; `kind` (R,): which of these each equals."""
         counts = evaluated.masked.sum(1)  # (r,)
         before = counts.cumsum(0) - counts  # (r,) masked positions of earlier lanes
         lane, position = lanes.masked_at  # (C,) each
@@ -422,10 +486,11 @@ def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     hash, then in full: if two rows with the same hash differ, all rows count as different.
     """
     rows = torch.cat([plane.reshape(len(plane), -1).long() for plane in planes], 1)  # (R, X)
-    sums = (rows * _factors(rows.shape[1], rows.device)).sum(1)  # (R,) the products wrap around
+    sums = (rows * _factors(rows.shape[1], rows.device)).sum(1)  # (R,) products of int64 wrap around
     values, kind = sums.unique(return_inverse=True)  # (r,), (R,)
     every = torch.arange(len(rows), device=rows.device)  # (R,)
-    first = every.new_full(values.shape, len(rows)).scatter_reduce_(0, kind, every, "amin")  # (r,)
+    first = every.new_full(values.shape, len(rows))  # (r,)
+    first = first.scatter_reduce_(0, kind, every, "amin")
     if len(first) == len(rows) or not torch.equal(rows[first[kind]], rows):
         return every, every
     # `unique` sorts by hash; kinds are numbered in the order of rows

@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 
     from lm_eval_duel.core.network import Network
 
-# How far an answer may move when the other rows of the call are other ones, in units of its size.
-FLOAT32 = 1e-3  # mixtures of experts and 8-bit scales round differently; most networks move by 1e-6 to 1e-5
+# How far an answer may move when other rows are in the call, in units of its size:
+# in float32. Mixtures of experts and 8-bit scales round differently; most networks move by 1e-6 to 1e-5.
+FLOAT32 = 1e-3
 COARSE = 0.05  # in half precision
-ROUTED = 0.5  # of quantized weights, and of experts: noise may choose others
-FLOOR = 2e-5  # in float32, between 1 row and many: ordinary networks move by 1e-6 to 4e-6, a few by 1e-5
+ROUTED = 0.5  # with quantized weights, and with experts, of which noise may choose others
+# Below this nobody needs to measure the noise. In float32, between one row and many, ordinary networks move by 1e-6 to
+# 4e-6, a few by 1e-5.
+FLOOR = 2e-5
 # How far the log-probability of a window may move in float32, in nats: the larger of the two.
 PER_WINDOW = 1e-4
 PER_TOKEN = 1e-6
 
-CAUSES = "a capacity of experts, statistics of the batch or a counter"  # of a difference that is not float noise
+# of a difference that is not float noise
+CAUSES = "a capacity of experts, statistics of the batch or a counter"
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -50,9 +54,10 @@ def random_rows(network: Network, length: int, rows: int = 2, seed: int = 1) -> 
     import torch
 
     tokens = (~network.excluded).nonzero()[:, 0].cpu()  # (T,)
+    shape = (rows, min(length, network.max_length))
     generator = torch.Generator().manual_seed(seed)
-    columns = torch.randint(len(tokens), (rows, min(length, network.max_length)), generator=generator)  # (R, L)
-    return tokens[columns].to(network.device)
+    indices = torch.randint(len(tokens), shape, generator=generator)  # (R, L)
+    return tokens[indices].to(network.device)
 
 
 # ---------------------------------------------------------------- how differences are measured
@@ -69,7 +74,8 @@ def difference(one: torch.Tensor, other: torch.Tensor, size: torch.Tensor | floa
     other = other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     change = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return float((change.masked_fill(same, 0.0) / size).max())
+    change = change.masked_fill(same, 0.0) / size
+    return float(change.max())
 
 
 def magnitude(values: torch.Tensor, least: float = 1.0) -> torch.Tensor:
@@ -79,7 +85,7 @@ def magnitude(values: torch.Tensor, least: float = 1.0) -> torch.Tensor:
 
 
 def spread(logits: torch.Tensor) -> torch.Tensor:
-    """The size of logits (..., V): their standard deviation, since adding a number to all of them changes nothing."""
+    """The size of logits (..., V): their standard deviation, since a constant added to all of them changes nothing."""
     return logits.double().std().clamp(min=1e-12)
 
 
@@ -120,8 +126,10 @@ def is_routed(network: Network) -> bool:
     from lm_eval_duel.core.network import Network
 
     for value in vars(network).values():
-        if isinstance(value, torch.nn.Module) and any("expert" in name for name, _ in value.named_modules()):
-            return True
         if isinstance(value, Network) and is_routed(value):  # the network inside a wrapper
             return True
+        if isinstance(value, torch.nn.Module):
+            for name, _ in value.named_modules():
+                if "expert" in name:
+                    return True
     return False

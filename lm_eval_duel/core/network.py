@@ -24,7 +24,8 @@ class LogitFilter(Protocol):
     """A function of clean logits: [MASK] and padding columns are -inf."""
 
     reads_step: bool  # it depends on the step that a lane is at
-    truncates: bool  # it gives some tokens probability 0, so that float noise may move one across the border
+    # it gives some tokens probability 0, so that float noise may move one across the border
+    truncates: bool
 
     def __call__(self, logits: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
         """Logits (U, V) of logits (U, V) at steps (U,); `step` is None if no filter reads it."""
@@ -53,33 +54,41 @@ class Network:
     family: str = "own"
     device: torch.device = torch.device("cpu")
     quantized: bool = False  # its weights are coarser than its dtype
-    fixed_weights: bool = True  # the weights never change; False: read the spec from `describe` each time
+    # False: the weights may change, so the spec is read from `describe` each time
+    fixed_weights: bool = True
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
-    filters: tuple[LogitFilter, ...] = ()  # functions of clean logits: temperature, top-k, ...
+    filters: tuple[LogitFilter, ...] = ()  # temperature, top-k, ...
 
     # ------------------------------------------------------------ attention and blocks
 
     attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
-    shift: int = 0  # the logits for position i are read at position i - shift, which must be visible
+    # the logits for position i are read at position i - shift, which must be visible
+    shift: int = 0
     block: int | None = None  # the trained block
     published_block: int | None = None  # the block of the published results, for block=auto
-    anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is one block
-    last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
-    seeds_blocks: bool = False  # causal_prefix: the clean stream predicts a block's first token, revealed alone
+    # where a block-causal network counts blocks from; "target": the context is one block
+    anchor: str = "row"
+    # a short last block of a block-causal network: "fill" it up with [MASK], or "cut" it
+    last_block: str = "fill"
+    # of causal_prefix: the clean stream predicts a block's first token, which is revealed alone
+    seeds_blocks: bool = False
 
     # ------------------------------------------------------------ the text
 
-    bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
-    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
+    # the special tokens that this family expects; "auto": those that the tokenizer adds
+    bos: str = "auto"
+    # before and after a text; None: none are expected
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
-    image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
+    image_ids: frozenset[int] = frozenset()  # stand for images; no window may hold them
 
     # ------------------------------------------------------------ noise that is not masks
 
-    noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
-    commit_once: CommitOnce = CommitOnce()  # how it predicts at masked positions, if its noise is random tokens
-    reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
+    noise_training: NoiseTraining | None = None  # None: the noise is [MASK] alone
+    commit_once: CommitOnce = CommitOnce()  # how it predicts where the noise is random tokens
+    # its noise is random tokens, and with attention=causal it is autoregressive
+    reads_causally: bool = False
     # t -> noise level, if rows may be opened with a level for each lane (SEDD). Without an annotation, so that
     # `resemble` does not copy it: wrappers have none.
     schedule = None
@@ -87,10 +96,14 @@ class Network:
     # ------------------------------------------------------------ what self-tests and loading find out
 
     honours_padding: bool = False  # under an attention mask, padding changes nothing
-    relative_positions: bool = False  # a row of one token (all masks) has the same distribution at every position
-    needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
-    hides_given: bool = False  # it also evaluates rows in which everything given is masked (guidance)
-    separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
+    # a row of one token (all masks) has the same distribution at every position
+    relative_positions: bool = False
+    # a row of nothing but masks has no distribution: the network divides by the number of visible tokens
+    needs_visible: bool = False
+    # it also evaluates rows in which everything given is masked (guidance)
+    hides_given: bool = False
+    # network tokens of the largest call in which a self-test found the rows independent; 0: not tested
+    separate_tokens: int = 0
     unread_entries: tuple[str, ...] = ()  # of config.json, which nothing here reads
 
     # ------------------------------------------------------------ defaults that follow from others
@@ -131,7 +144,11 @@ class Network:
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate whole rows.")
 
     def features_at(
-        self, columns: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor
+        self,
+        columns: torch.Tensor,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        **extra: torch.Tensor,
     ) -> torch.Tensor:
         """`features` at `columns` (R, M), (R, M, D); `extra`: more inputs, which the network's own view passes."""
         return take(self.features(ids, real, **extra), columns)
@@ -228,7 +245,7 @@ class Evaluator:
 
 
 def without_autocast(network: Network) -> torch.autocast:
-    """A context in which an autocast around the call does not count: numbers are of the dtype in the spec."""
+    """A context that switches off an autocast around the call: numbers are of the dtype in the spec."""
     return torch.autocast(network.device.type, enabled=False)
 
 
@@ -242,4 +259,6 @@ def joined(past: KeysValues | None, keys: torch.Tensor, values: torch.Tensor) ->
 def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
     features = plane.shape[2]
-    return plane.expand(len(columns), -1, -1).gather(1, columns[:, :, None].expand(-1, -1, features))
+    rows = plane.expand(len(columns), -1, -1)  # (R, L, D)
+    index = columns[:, :, None].expand(-1, -1, features)  # (R, M, D)
+    return rows.gather(1, index)

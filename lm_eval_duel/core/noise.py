@@ -70,18 +70,21 @@ class Noise(abc.ABC):
     def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Map uniform numbers v (R, 1) to times: (t, 1 - t, 1 / density of t), (R, 1) each.
 
-        Half of the times are `spread`, and half have a uniform logarithm. At a small t a position is noisy with
-        probability t and weight 1 / t, and a network that is sure of a wrong token costs 1 / t there as well, so that
-        draws that are uniform in t have no finite variance.
+        Half of the times are `spread`, and half have a uniform logarithm. With times that are uniform in t alone, the
+        variance is not finite: at a small t a position is noisy with probability t and has the weight 1 / t, and a
+        network that is sure of a wrong token costs another 1 / t there.
         """
-        early = v < 0.5  # (R, 1)
-        w = torch.where(early, 2 * v, 2 * v - 1).clamp(min=2.0**-53)  # (R, 1) uniform again
-        t, rest = self.spread(w)
-        t = torch.where(early, (-self.depth * w).exp(), t)
-        rest = torch.where(early, -torch.expm1(-self.depth * w), rest)
+        is_logarithmic = v < 0.5  # (R, 1)
+        w = torch.where(is_logarithmic, 2 * v, 2 * v - 1)  # (R, 1) uniform again
+        w = w.clamp(min=2.0**-53)  # above 0
+        log_t = -self.depth * w  # (R, 1)
+        spread_t, spread_rest = self.spread(w)  # (R, 1) each
+        t = torch.where(is_logarithmic, log_t.exp(), spread_t)
+        rest = torch.where(is_logarithmic, -torch.expm1(log_t), spread_rest)
+
         # whichever half it came from, a time has the mean of the two densities
-        logarithmic = torch.where(t > math.exp(-self.depth), 1 / (self.depth * t), 0.0)
-        density = (self.spread_density(t, rest) + logarithmic) / 2
+        logarithmic_density = torch.where(t > math.exp(-self.depth), 1 / (self.depth * t), 0.0)
+        density = (self.spread_density(t, rest) + logarithmic_density) / 2
         return t, rest, 1 / density
 
     def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,12 +137,17 @@ class Hybrid(Noise):
 
     def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
         c = self.scale * (t * rest).sqrt()  # (R, 1)
-        return Level(rest / (1 + c), c / (1 + c) / self.tokens, t / (1 + c))
+        stays = rest / (1 + c)
+        at_each_token = c / (1 + c) / self.tokens
+        at_mask = t / (1 + c)
+        return Level(stays, at_each_token, at_mask)
 
     def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         root = (t * rest).sqrt()  # (R, 1)
         c = self.scale * root
-        return self.scale / (2 * root * (1 + c) * self.tokens), 1 / (rest * (1 + c))
+        of_token = self.scale / (2 * root * (1 + c) * self.tokens)
+        of_mask = 1 / (rest * (1 + c))
+        return of_token, of_mask
 
     def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Denser near 1, too, where the rate of uniform tokens is infinite."""
@@ -147,7 +155,8 @@ class Hybrid(Noise):
             return super().spread(w)
         low = w**3
         high = (1 - w) ** 3
-        return low / (low + high), high / (low + high)
+        total = low + high
+        return low / total, high / total
 
     def spread_density(self, t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         if not self.uniform_share:
@@ -161,7 +170,8 @@ class NoiseTraining(NamedTuple):
     """The training of a network with random tokens: its noise, and the meaning of its output and inputs."""
 
     noise: Noise
-    prediction: str  # "denoiser": p(x_0 | x_t); "plugin": r, which is put into the posterior in place of x_0
+    # "denoiser": p(x_0 | x_t); "plugin": r, which is put into the posterior in place of x_0
+    prediction: str
     steps: int | None  # the default number of steps; None: infinitely many
     self_conditioning: str = "none"  # the default; "none": the network has no such input
     timed: bool = True  # the time is an input
@@ -174,13 +184,16 @@ class NoiseTraining(NamedTuple):
 def step_kl(before: Level, now: Level, stats: Statistics, observed: Observed) -> torch.Tensor:
     """KL(q(x_s | x_t, x_0) || k(x_s | x_t)) in nats, float64 (R, W); at s = 0 it is -log k(x_0 | x_t).
 
-    `before`: the level at s; `now`: at t > s. `stats.total` has the ratio a / u of s. A state y that is neither x_0 nor
-    x_t has the ratio of posteriors u / (a r(y) + u), and [MASK] has the ratio 1.
+    `before`: the level at s; `now`: the level at t > s. `stats.total` takes the ratio a / u from s. The posterior of
+    the data over that of the model is u / (a r(y) + u) at a token y that is neither x_0 nor x_t, and 1 at [MASK].
     """
     same, masked = observed
     replaced = ~(same | masked)  # (R, W) x_t is a token, and not x_0
+    # q(x_t | x_s): x_s stays with this probability, and x_t enters from any other state with that one
     stays = now.a / before.a  # (R, 1)
-    enters = torch.where(masked, now.m - stays * before.m, now.u - stays * before.u)  # (R, W) q(x_t | y), y != x_t
+    token_enters = now.u - stays * before.u  # (R, 1)
+    mask_enters = now.m - stays * before.m  # (R, 1)
+    enters = torch.where(masked, mask_enters, token_enters)  # (R, W)
     reached = _reached(now, observed)  # (R, W)
     at_clean, clean, noisy = _log_ratios(before, stats)  # (R, W) each
 
@@ -189,13 +202,18 @@ def step_kl(before: Level, now: Level, stats: Statistics, observed: Observed) ->
     weight_noisy = torch.where(replaced, (enters + stays) * before.u / reached, 0.0)
     weight_other = enters * before.u / reached
 
-    others = stats.total - clean - torch.where(replaced, noisy, 0.0)  # (R, W) the sum of their log-ratios
+    # the log-ratios of all other tokens, summed
+    others = stats.total - clean - torch.where(replaced, noisy, 0.0)  # (R, W)
     value = -weight_other * others - weight_clean * at_clean - _log_evidence(now, stats, observed)
+    # where x_t is [MASK] or x_0, `noisy` plays no part, whatever it is
     return value - torch.where(weight_noisy > 0, weight_noisy * noisy, 0.0)
 
 
 def limit_rate(
-    now: Level, rates: tuple[torch.Tensor, torch.Tensor], stats: Statistics, observed: Observed
+    now: Level,
+    rates: tuple[torch.Tensor, torch.Tensor],
+    stats: Statistics,
+    observed: Observed,
 ) -> torch.Tensor:
     """The integrand of the bound with infinitely many steps at time t, in nats, float64 (R, W).
 
@@ -228,8 +246,11 @@ def _log_ratios(level: Level, stats: Statistics) -> tuple[torch.Tensor, torch.Te
 def _log_share(level: Level, log_r: torch.Tensor) -> torch.Tensor:
     """log (a r + u) / (a + u), (R, W), exact for r near 1 and for r near 0."""
     a, u, _ = level
-    likely = torch.log1p(a / (a + u) * torch.expm1(log_r))  # (R, W) exact for r near 1
-    unlikely = torch.logaddexp(a.log() + log_r, u.log()) - (a + u).log()  # (R, W) exact for r near 0
+    # for r near 1
+    likely = torch.log1p(a / (a + u) * torch.expm1(log_r))  # (R, W)
+    # for r near 0
+    log_numerator = torch.logaddexp(a.log() + log_r, u.log())  # (R, W)
+    unlikely = log_numerator - (a + u).log()  # (R, W)
     return torch.where(log_r > -1, likely, unlikely)
 
 
@@ -238,7 +259,8 @@ def _log_evidence(now: Level, stats: Statistics, observed: Observed) -> torch.Te
     same, masked = observed
     kept = _log_share(now, stats.noisy)  # (R, W)
     changed = torch.log1p(now.a / now.u * stats.noisy.exp())  # (R, W)
-    return -torch.where(masked, 0.0, torch.where(same, kept, changed))
+    at_token = torch.where(same, kept, changed)  # (R, W)
+    return -torch.where(masked, 0.0, at_token)
 
 
 # ---------------------------------------------------------------- commit-once: what a masked position shows
@@ -249,7 +271,8 @@ class CommitOnce(NamedTuple):
 
     leave_one_out: bool = False  # a position's own noise token is known to be noise
     self_conditioning: bool = False  # it reads its own output of the step before
-    temperatures: tuple[float, float, int] | None = None  # the first, the last, and the steps between them; None: 1
+    # the first, the last, and the number of steps between them; None: 1 at every step
+    temperatures: tuple[float, float, int] | None = None
 
     def temperature(self, step: torch.Tensor) -> torch.Tensor:
         """The temperature at each step (R,), float64 (R,)."""
@@ -262,8 +285,8 @@ class CommitOnce(NamedTuple):
 class NoiseKeys(NamedTuple):
     """All that the noise at masked positions depends on, (R, 1) each but for the position.
 
-    Nothing of it is the target's. The key of a window would not do, since it hashes the target: keyed by the
-    text, probabilities of texts do not sum to 1.
+    None of it may depend on the target, or the probabilities of texts would not sum to 1. So the key of a window, which
+    hashes the target, is not among them.
     """
 
     seed: torch.Tensor
@@ -273,7 +296,11 @@ class NoiseKeys(NamedTuple):
 
 
 def masked_tokens(
-    noise: Noise, tokens: torch.Tensor, mask_id: int | None, share: torch.Tensor, keys: NoiseKeys
+    noise: Noise,
+    tokens: torch.Tensor,
+    mask_id: int | None,
+    share: torch.Tensor,
+    keys: NoiseKeys,
 ) -> torch.Tensor:
     """The ids (R, L) that positions show while they are masked, under a commit-once sampler.
 
@@ -287,18 +314,25 @@ def masked_tokens(
         return shown
     t = share.double()[:, None]  # (R, 1)
     level = noise.level(t, 1 - t)
-    as_mask = level.m / (level.m + noise.tokens * level.u)  # (R, 1)
-    return torch.where(uniform(seed, MASKED_KIND, *others) < as_mask, mask_id, shown)
+    mask_share = level.m / (level.m + noise.tokens * level.u)  # (R, 1)
+    is_mask = uniform(seed, MASKED_KIND, *others) < mask_share  # (R, L)
+    return torch.where(is_mask, mask_id, shown)
 
 
 # ---------------------------------------------------------------- noisy tokens, and the statistics of a network
 
 
-def draw(noise: Noise, level: Level, clean: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def draw(
+    noise: Noise,
+    level: Level,
+    clean: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
     """Draw x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
-    replaced = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
     # u below a: the token stays; from there to a + m: [MASK]; above: a random token
-    noisy = torch.where(u < level.a + level.m, -1, replaced)  # (R, W)
+    random = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
+    noisy = torch.where(u < level.a + level.m, -1, random)  # (R, W)
     return torch.where(u < level.a, clean, noisy)
 
 
@@ -311,15 +345,19 @@ def between(before: Level, now: Level) -> Level:
 def as_plugin(level: Level, masked: torch.Tensor) -> torch.Tensor:
     """The term to add to the logit of x_t, so that a denoiser's distribution becomes r: log u / (a + u), (R, W).
 
-    A denoiser gives p(x_0 | x_t), and r(v) is proportional to p(v) / q(x_t | v). It is 0 at [MASK], and
-    without uniform noise.
+    A denoiser gives p(x_0 | x_t), and r(v) is proportional to p(v) / q(x_t | v). The term is 0 at [MASK], and
+    everywhere without uniform noise.
     """
     shift = torch.where(level.u > 0, -torch.log1p(level.a / level.u), 0.0)  # (R, 1)
     return torch.where(masked, 0.0, shift)
 
 
 def statistics(
-    logits: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, shift: torch.Tensor, ratio: torch.Tensor
+    logits: torch.Tensor,
+    clean: torch.Tensor,
+    noisy: torch.Tensor,
+    shift: torch.Tensor,
+    ratio: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Statistics` of some positions (P,) from their logits (P, V), which are overwritten.
 
@@ -327,17 +365,20 @@ def statistics(
     """
     logits.scatter_add_(1, noisy[:, None], shift[:, None].to(logits.dtype))
     top = logits.amax(1, keepdim=True)  # (P, 1)
-    both = logits.gather(1, torch.stack([clean, noisy], 1))  # (P, 2) before `logits` is overwritten
-    both = both.double() - top.double()  # (P, 2)
+    columns = torch.stack([clean, noisy], 1)  # (P, 2)
+    both = logits.gather(1, columns).double() - top.double()  # (P, 2) before `logits` is overwritten
+
+    # in place, since a plane of logits may be large
     mass = logits.sub_(top).exp_()  # (P, V) in proportion to r
     whole = _sum(mass)  # (P,)
-    total = _sum(mass.mul_((ratio / whole)[:, None].to(mass.dtype)).log1p_())  # (P,)
+    factor = (ratio / whole)[:, None].to(mass.dtype)  # (P, 1)
+    total = _sum(mass.mul_(factor).log1p_())  # (P,)
     log_r = both - whole.log()[:, None]  # (P, 2)
     return log_r[:, 0], log_r[:, 1], total
 
 
 def _sum(plane: torch.Tensor) -> torch.Tensor:
-    """The sum of each row of `plane` (P, V), float64 (P,), without a float64 plane."""
+    """The sum of each row of `plane` (P, V), float64 (P,), without a copy of the plane in float64."""
     total = plane.new_zeros(len(plane)).double()  # (P,)
     for part in plane.split(RUN, 1):
         total = total + part.sum(1).double()

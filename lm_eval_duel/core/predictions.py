@@ -74,7 +74,9 @@ class Predictions:
         self._head = head
         self._excluded = excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
-        self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
+        if masked_at is None:
+            masked_at = masked.nonzero().unbind(1)
+        self._at = masked_at  # (C,) each: lane and position
         self._targets = None if targets is None else targets[self._at]  # (C,)
         self._filters = tuple(filters)
         self._step = step
@@ -83,25 +85,28 @@ class Predictions:
         if features.device.type == "cpu":
             self._chunk = max(CPU_ROWS, CPU_VALUES // vocabulary)
         self._logits_kept: torch.Tensor | None = None  # (U, V) all logits, if they are a single chunk
-        self._computed: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
+        self._computed: dict[str, torch.Tensor] = {}  # the statistics of the passes so far, by name
         self._part_of: Predictions | None = None
 
     # ------------------------------------------------------------ parts
 
     def narrowed(self, masked: torch.Tensor) -> Predictions:
-        """The same predictions at `masked` alone, (R, W), a part of the masked positions; nothing is computed again."""
+        """The same predictions at `masked` (R, W) alone, some of the masked positions; nothing is computed again."""
         return self._part(masked, masked[self._at], self._at, self.all_mask)
 
     def of_lane(self, lane: int, width: int) -> Predictions:
         """The same predictions in one lane alone, cut to `width`; nothing is computed again."""
-        of_lanes, position = self._at
+        lane_of, position = self._at  # (C,) each
         only = slice(lane, lane + 1)
-        at = (torch.zeros_like(of_lanes), position)  # (C,) each, as if it were lane 0
-        return self._part(self.masked[only, :width], of_lanes == lane, at, self.all_mask[only])
+        at = (torch.zeros_like(lane_of), position)  # (C,) each, as if it were lane 0
+        return self._part(self.masked[only, :width], lane_of == lane, at, self.all_mask[only])
 
     @property
     def unfiltered(self) -> Predictions:
-        """The predictions at the same positions without filters: float noise changes them by float noise."""
+        """The predictions at the same positions without filters.
+
+        Float noise in the features changes them by float noise, which is not so where a filter truncates.
+        """
         if not self._filters:
             return self
         inputs = (self.masked, self.all_mask, self._features, self._row, self._head, self._excluded)
@@ -115,17 +120,19 @@ class Predictions:
         statistic with it.
         """
         alone = self.of_lane(lane, tokens.shape[1]).unfiltered
-        planes = (alone.confidence, alone.log_margin, alone.log_sum, alone.log_prob(tokens))  # (1, W) each
+        log_prob = alone.log_prob(tokens)  # (1, W)
+        planes = (alone.confidence, alone.log_margin, alone.log_sum, log_prob)
         return torch.stack([plane[0].double() for plane in planes])  # (S, W)
 
     def _part(
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:
-        """The predictions at the masked positions to `keep` (C,) bool. In the part they are `masked`.
+        """The predictions at some of the masked positions, those to `keep` (C,) bool.
 
-        `at` (C,) each: the lane and position in the part of every masked position of the whole.
+        `masked` (r, w): these positions in the lanes of the part. `at` (C,) each: the lane and position of every masked
+        position of the whole, as the part counts them.
         """
-        self._statistic("logit")  # one pass for all parts
+        self._statistic("logit")  # the first pass over the logits, which all parts then share
         rows, row = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
         part = Predictions(
             masked,
@@ -140,7 +147,9 @@ class Predictions:
             step=None if self._step is None else self._step[rows],
         )
         for name, values in self._computed.items():
-            part._computed[name] = values[keep if name == "target" else rows]
+            # the logits of targets are by masked position, all other statistics by row of features
+            kept = keep if name == "target" else rows
+            part._computed[name] = values[kept]
         part._targets = None if self._targets is None else self._targets[keep]
         part._logits_kept = None if self._logits_kept is None else self._logits_kept[rows]
         part._part_of = self.whole
@@ -231,14 +240,17 @@ class Predictions:
         ids = tokens[self._at]  # (C,)
         if self._targets is not None and torch.equal(torch.where(ids < 0, ids, self._targets), ids):
             # all of them are targets, whose logits were read in the first pass
-            return self._at_masked(self._statistic("target"), self._row, self.masked).masked_fill(~wanted, math.nan)
+            logit = self._statistic("target")  # (C,)
+            of_targets = self._at_masked(logit, self._row, self.masked)  # (R, W)
+            return of_targets.masked_fill(~wanted, math.nan)
         given = (ids >= 0).nonzero()[:, 0]  # (c,)
         row = self._row[given]  # (c,)
         ids = ids[given]  # (c,)
-        logit = []
+        logits_of_parts = []
         for part in self._parts(len(row)):
-            logit.append(self._logits(row[part]).gather(1, ids[part, None])[:, 0])
-        return self._at_masked(torch.cat(logit), row, wanted)
+            logits = self._logits(row[part])  # (u, V)
+            logits_of_parts.append(logits.gather(1, ids[part, None])[:, 0])
+        return self._at_masked(torch.cat(logits_of_parts), row, wanted)
 
     def _at_masked(self, logit: torch.Tensor, row: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """log p at the `wanted` positions from their logits (c,) and rows of features (c,), float64 (R, W)."""
@@ -256,29 +268,37 @@ class Predictions:
         level = level[drawing]  # (c,)
         drawn = []
         for part in self._parts(len(row)):
-            cumulative = self._logits(row[part]).double().softmax(1).cumsum(1)  # (c, V)
+            p = self._logits(row[part]).double().softmax(1)  # (c, V)
+            cumulative = p.cumsum(1)  # (c, V)
+            # the last sum is 1 up to rounding, so a level is a share of it
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[part, None] * total, right=True)  # (c, 1)
-            last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
+            # a level just below 1 may round up to the total, which no sum exceeds
+            last = torch.searchsorted(cumulative, total)  # (c, 1) the last token of positive probability
             drawn.append(above.minimum(last)[:, 0])
-        return torch.full_like(self.masked, -1, dtype=torch.int64).masked_scatter(wanted, torch.cat(drawn))
+        tokens = torch.full_like(self.masked, -1, dtype=torch.int64)  # (R, W)
+        return tokens.masked_scatter(wanted, torch.cat(drawn))
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
         return self._statistic("log_p", kept=False)[self._row]
 
     def by_lanes(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Some lanes after the other: which, the row of logits of each masked position (c,), and the logits (u, V).
+        """The logits of a few lanes at a time: (the lanes, the row of logits of each masked position (c,), (u, V)).
 
         All positions of a lane are together, so that they can be compared exactly; those known to be equal share a
-        row. A quarter of the usual chunk, since the caller will need several float64 planes as large as the logits.
+        row.
         """
         counts = self.masked.sum(1)  # (R,)
-        lanes = max(1, self._chunk // 4 // max(1, int(counts.max())))
-        positions = self._row.split([int(part.sum()) for part in counts.split(lanes)])
-        for first, position in zip(range(0, len(counts), lanes), positions, strict=True):
-            rows, row = position.unique(return_inverse=True)  # (u,), (c,)
+        most = max(1, int(counts.max()))
+        # a quarter of the usual chunk: the caller will need several float64 planes as large as the logits
+        lanes = max(1, self._chunk // 4 // most)
+        sizes = [int(part.sum()) for part in counts.split(lanes)]
+        first = 0
+        for positions in self._row.split(sizes):
+            rows, row = positions.unique(return_inverse=True)  # (u,), (c,)
             yield slice(first, first + lanes), row, self._logits(rows)
+            first += lanes
 
     # ------------------------------------------------------------ passes over the logits
 
@@ -299,22 +319,22 @@ class Predictions:
         """The statistics that every step needs, the logit of each target, and the statistic `name`, in one pass."""
         targets = self._targets
         positions_of_parts = [] if targets is None else self._positions_of_parts()
-        parts: list[dict[str, torch.Tensor]] = []  # what has been read of each chunk, by name
+        parts: list[dict[str, torch.Tensor]] = []  # the statistics of each chunk, by name
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
             top = top_of(logits)
-            read = top._asdict()
-            if name in READ:
-                read[name] = READ[name](logits, top)
+            of_part = top._asdict()
+            if name in ON_DEMAND:
+                of_part[name] = ON_DEMAND[name](logits, top)
             if targets is not None:
                 positions = positions_of_parts[n]  # (c,)
                 row = self._row[positions] - part.start  # (c,) in the chunk
-                read["target"] = logits[row, targets[positions]]  # (c,)
-            parts.append(read)
+                of_part["target"] = logits[row, targets[positions]]  # (c,)
+            parts.append(of_part)
 
         statistics = {}
         for key in parts[0]:
-            statistics[key] = torch.cat([read[key] for read in parts])
+            statistics[key] = torch.cat([of_part[key] for of_part in parts])
         if targets is not None:  # back into the order of masked positions
             logit = statistics["target"]  # (C,)
             order = torch.cat(positions_of_parts)  # (C,)
@@ -327,13 +347,15 @@ class Predictions:
         values = []
         for part in self._parts(len(self._features)):
             top = Top(*(self._computed[field][part] for field in Top._fields))
-            values.append(READ[name](self._logits(part), top))
+            values.append(ON_DEMAND[name](self._logits(part), top))
         return {name: torch.cat(values)}
 
     def _require_finite(self, logit: torch.Tensor, confidence: torch.Tensor) -> None:
+        """Raise NotFinite, with the lane, for a row of logits without a finite largest one, or with a NaN."""
         finite = logit.isfinite() & ~confidence.isnan()  # (U,)
         if not finite.all():
-            position = (self._row == (~finite).nonzero()[0]).nonzero()[0]
+            broken = (~finite).nonzero()[0]  # (1,) a row of features
+            position = (self._row == broken).nonzero()[0]
             raise NotFinite(
                 "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
                 "the network returned NaN or infinite logits.",
@@ -350,8 +372,8 @@ class Predictions:
             return [torch.arange(len(self._row), device=self._row.device)]
         ascending, order = self._row.sort()  # (C,)
         starts = torch.arange(self._chunk, len(self._features), self._chunk, device=order.device)
-        borders = torch.searchsorted(ascending, starts).cpu()  # `tensor_split` takes them on the CPU only
-        return list(order.tensor_split(borders))
+        borders = torch.searchsorted(ascending, starts)
+        return list(order.tensor_split(borders.cpu()))  # it takes borders on the CPU only
 
     @torch.inference_mode()
     def _logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
@@ -385,7 +407,9 @@ class Predictions:
 
 
 CACHED_VALUES = 1 << 17  # logits at once: half of one CPU core's cache
-RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
+# Columns of a run, of which `two_largest` takes the largest value first: on a CPU `amax` handles sixteen values at a
+# time, and `argmax` one.
+RUN = 64
 
 
 class Top(NamedTuple):
@@ -401,23 +425,29 @@ class Top(NamedTuple):
 def top_of(logits: torch.Tensor) -> Top:
     """The top tokens of logits (u, V), which are modified in place and restored."""
     token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
-    logits.scatter_(1, token, -math.inf)  # the others: their sum must not be a difference from P1, which may be 1
+    # The other tokens are summed without the top one. 1 - P1 would have no digits left where P1 is near 1.
+    logits.scatter_(1, token, -math.inf)
     log_sum = log_sum_above(logits, second)  # (u,)
     logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)  # (u,) log sum exp
-    return Top(token[:, 0], first, first - others, first - second)
+    return Top(token[:, 0], first, confidence=first - others, log_margin=first - second)
 
 
 def log_sum_above(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """log sum exp(logit - largest) of logits (u, V) whose largest ones are given (u,), (u,)."""
     if logits.device.type != "cpu":
-        return -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
-    # parts that stay in a CPU's cache: several times faster than logsumexp
-    largest = largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
+        log_p = F.log_softmax(logits, 1)  # one fused kernel
+        return -log_p.amax(1)  # the largest entry is minus the log of the sum
+    # The largest is -inf if there is no other token, and -inf - -inf would be NaN.
+    lowest = torch.finfo(logits.dtype).min
+    largest = largest.clamp(min=lowest)[:, None]  # (u, 1)
     sums = logits.new_empty(len(logits))  # (u,)
+    # parts that stay in a CPU's cache: several times faster than logsumexp
     rows = max(1, CACHED_VALUES // logits.shape[1])
-    for part, top, total in zip(logits.split(rows), largest.split(rows), sums.split(rows), strict=True):
-        torch.sum((part - top).exp_(), 1, out=total)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        powers = (logits[part] - largest[part]).exp_()
+        torch.sum(powers, 1, out=sums[part])
     return sums.log_()
 
 
@@ -426,16 +456,19 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
     Takes the largest value of each run of columns, then searches the best run only: one pass over the logits.
     """
+    count, vocabulary = logits.shape
     width = logits.shape[1] // RUN * RUN  # columns in whole runs
-    rest = torch.arange(width, logits.shape[1], device=logits.device).expand(len(logits), -1)  # (u, V - width)
+    rest = torch.arange(width, vocabulary, device=logits.device).expand(count, -1)  # (u, V - width)
     if width:
         runs = logits[:, :width].unflatten(1, (-1, RUN)).amax(2)  # (u, G)
         best = runs.argmax(1, keepdim=True)  # (u, 1)
-        columns = torch.cat([best * RUN + torch.arange(RUN, device=logits.device), rest], 1)  # (u, RUN + ...)
+        in_best = best * RUN + torch.arange(RUN, device=logits.device)  # (u, RUN)
+        columns = torch.cat([in_best, rest], 1)
         others = runs.scatter_(1, best, -math.inf)  # (u, G) the largest of the other runs
     else:
         columns = rest
-        others = logits.new_full((len(logits), 1), -math.inf)  # (u, 1)
+        others = logits.new_full((count, 1), -math.inf)  # (u, 1)
+    # the two largest are among these columns, but for the second, which may be the largest of another run
     values = logits.gather(1, columns)
     at = values.argmax(1, keepdim=True)  # (u, 1)
     token = columns.gather(1, at)  # (u, 1)
@@ -460,4 +493,5 @@ def entropy_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
     return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)
 
 
-READ = {"entropy": entropy_of, "log_p": log_p_of}  # statistics that are read when they are asked for
+# Statistics that take long, and are computed only if a rule asks for them.
+ON_DEMAND = {"entropy": entropy_of, "log_p": log_p_of}

@@ -147,14 +147,16 @@ class Drift:
         has_margin = change[LOG_MARGIN].isfinite()  # (W,)
         margin = before[LOG_MARGIN][has_margin].mean()
         margin_change = change[LOG_MARGIN][has_margin]
-        # without any change the lane was evaluated in the same call as before, which says nothing
+        # if not one bit has changed, the lane was alone in its call the first time, too, and shows nothing
         if margin > 0 and margin_change.any():
             self.margins.add(float(margin_change.mean() / margin))
 
     @property
     def significant(self) -> bool:
         """True if lanes changed to one side, and the total with them by more than float noise."""
-        to_one_side = self.totals.beyond(ERRORS) or (self.margins.beyond(ERRORS) and self.totals.beyond(ERRORS / 2))
+        # scaled logits move every margin to one side, and totals to both
+        scaled = self.margins.beyond(ERRORS) and self.totals.beyond(ERRORS / 2)
+        to_one_side = self.totals.beyond(ERRORS) or scaled
         return to_one_side and abs(self.totals.value) > self.allowed.value
 
     @property
@@ -171,7 +173,8 @@ class RowChecks:
 
     def __init__(self) -> None:
         self.waiting: list[LaneCheck] = []
-        self.first: list[LaneCheck] | None = None  # to repeat at the end of a run; None: nothing is repeated
+        # to repeat at the end of a run; None: nothing is repeated
+        self.first: list[LaneCheck] | None = None
         self.drift = Drift()
         self._drift_reported = False
 
@@ -182,7 +185,8 @@ class RowChecks:
         """
         count = counts.lane_steps + lanes
         already = counts.rows_checked + len(self.waiting)
-        due = int(min(count, FIRST) + checks_among(count / lanes_per_row)) - already
+        in_all = min(count, FIRST) + checks_among(count / lanes_per_row)
+        due = int(in_all) - already
         if self.first is not None:
             due = max(due, REPEATED - len(self.first))
         return min(lanes, max(0, due))
@@ -229,8 +233,10 @@ class RowChecks:
             with without_autocast(check.network):
                 again = check.alone()  # (S, W)
                 deviation = difference(check.statistics, again, check.size)
-                limit = FLOOR if deviation <= FLOOR else check.limit(again)  # measuring noise takes another call
-        except torch.OutOfMemoryError:  # so nothing is known of this one
+                limit = FLOOR
+                if deviation > FLOOR:
+                    limit = check.limit(again)  # measures float noise, which takes another call
+        except torch.OutOfMemoryError:  # nothing is known of this lane
             return
         counts.rows_checked += 1
         self.drift.add(check.statistics, again, check.target)
@@ -241,8 +247,15 @@ class RowChecks:
             self._drift_reported = True
             self._report(check, counts, when, self.drift.summary, may_be_noise or not check.measured)
 
-    def _report(self, check: LaneCheck, counts: Counts, when: str, problem: str, may_be_noise: bool) -> None:
-        """Count a lane that differs, and raise InconsistentOutput; log it if float noise of this network may differ so.
+    def _report(
+        self,
+        check: LaneCheck,
+        counts: Counts,
+        when: str,
+        problem: str,
+        may_be_noise: bool,
+    ) -> None:
+        """Count a lane that differs and raise InconsistentOutput, or only log it if it may be float noise.
 
         `problem`: the end of a sentence about its predictions.
         """
@@ -261,7 +274,8 @@ class RowChecks:
 def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
     """`number` of the lanes, drawn by a hash of (window, block, step)."""
     window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
-    indices: list[int] = drawn(number, window, lanes.start - lanes.origin, lanes.step).tolist()
+    block = lanes.start - lanes.origin  # (R,)
+    indices: list[int] = drawn(number, window, block, lanes.step).tolist()
     return indices
 
 
@@ -274,11 +288,15 @@ def draw(
     tokens: torch.Tensor,
     window_indices: Sequence[int],
 ) -> list[LaneCheck]:
-    """`number` of the lanes, with the statistics that were `evaluated`, among them the log-probs of `tokens` (R, W)."""
+    """Checks of `number` of the lanes, with the statistics that were `evaluated`.
+
+    Among these are the log-probs of `tokens` (R, W).
+    """
     network = view.denoiser
     most = tolerance(network)
     offset = 1.0 if is_coarse(network) else OFFSET
-    keeps_call = sum(plane.numel() for plane in lanes.memory) <= KEPT * lanes.tokens.numel()
+    values_in_memory = sum(plane.numel() for plane in lanes.memory)
+    keeps_call = values_in_memory <= KEPT * lanes.tokens.numel()
 
     checks = []
     for lane in draw_lanes(lanes, number, window_indices):
@@ -307,13 +325,18 @@ def draw(
 
 
 def _again(
-    opened: Callable[[Rows], Evaluator], rows: Rows, lanes: Lanes, number: int, tokens: torch.Tensor
+    opened: Callable[[Rows], Evaluator],
+    rows: Rows,
+    lanes: Lanes,
+    number: int,
+    tokens: torch.Tensor,
 ) -> torch.Tensor:
     """The statistics (S, W) of lane `number`, evaluated together with the others of `lanes`.
 
-    Lanes are turned by one place, so that a lane of several stands elsewhere in the call than the first time.
+    All lanes move up by one place, so that among several a lane stands elsewhere in the call than the first time.
     """
     view = opened(rows)
-    turned = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
+    order = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
+    evaluated = view(lanes.select(order))
     place = (number - 1) % len(lanes)
-    return view(lanes.select(turned)).compared(place, tokens)
+    return evaluated.compared(place, tokens)

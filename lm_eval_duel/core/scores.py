@@ -90,7 +90,8 @@ class Value:
         mean = math.fsum(seeds) / count
         error = None
         if count > 1 and math.isfinite(mean):
-            variance = math.fsum((nats - mean) ** 2 for nats in seeds) / (count - 1)
+            squares = math.fsum((nats - mean) ** 2 for nats in seeds)
+            variance = squares / (count - 1)
             error = math.sqrt(variance / count)
         return cls(mean, error, kind, note, tuple(seeds))
 
@@ -116,9 +117,11 @@ class Value:
         """
         if self.error is None or len(self.seeds) < 2:
             return self.error
-        from scipy.special import ndtri, stdtrit
+        from scipy.special import ndtri, stdtrit  # here, since scipy takes long to import
 
-        return self.error * float(stdtrit(len(self.seeds) - 1, 0.975) / ndtri(0.975))
+        student = stdtrit(len(self.seeds) - 1, 0.975)
+        normal = ndtri(0.975)
+        return self.error * float(student / normal)
 
     @property
     def is_exact(self) -> bool:
@@ -254,17 +257,20 @@ class Score:
     token_logprobs: tuple[float, ...] = ()
     nfe: int | None = None  # rule steps, summed over blocks; None: more than one order
     near_ties: int | None = None  # steps whose pick float noise could change; None: the rule does not know
-    all_mask_starts: int = 0  # steps at which the row showed only [MASK], so that all masked positions tied exactly
+    # steps at which the row showed only [MASK], so that all masked positions tied exactly
+    all_mask_starts: int = 0
     # if `traced`, per target token when it was revealed: the log-odds of P1, P1 - P2, and the entropy in nats
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
     kind: Kind = Kind.LIKELIHOOD  # of `log_prob`
-    stderr: float | None = None  # nats, the Monte Carlo error of `log_prob`; None: nothing is drawn, or it is not known
+    # nats, the Monte Carlo error of `log_prob`; None: nothing is drawn, or it is not known
+    stderr: float | None = None
     note: str = ""  # what limits `log_prob`, as in `Value`
     seeds: tuple[float, ...] = ()  # nats, under each noise seed, as in `Value`
     blocks: BlockSums | None = None  # of a two-phase estimate
-    others: Mapping[str, Score] = dataclasses.field(default_factory=dict)  # the window's other values, by name
+    # the window's other values, by name
+    others: Mapping[str, Score] = dataclasses.field(default_factory=dict)
 
     @property
     def value(self) -> Value:
@@ -274,7 +280,9 @@ class Score:
     def __repr__(self) -> str:
         """One line, without the values of tokens."""
         error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        tokens = f"{len(self.token_logprobs)} tokens" if self.token_logprobs else "no value of single tokens"
+        tokens = "no value of single tokens"
+        if self.token_logprobs:
+            tokens = f"{len(self.token_logprobs)} tokens"
         parts = [
             f"log_prob={self.log_prob:.4f}{error}",
             f"is_greedy={self.is_greedy}",
@@ -374,4 +382,5 @@ def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float
     if sum(size > 0 for size in sizes) < 2 or not math.isfinite(rate):
         return rate, None
     squares = [(value - rate * size) ** 2 for value, size in zip(values, sizes, strict=True)]
-    return rate, math.sqrt(count / (count - 1) * math.fsum(squares)) / total
+    spread = count / (count - 1) * math.fsum(squares)
+    return rate, math.sqrt(spread) / total

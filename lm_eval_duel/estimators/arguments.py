@@ -48,7 +48,9 @@ def _in_spec(value: Any) -> object:
     """A value as it stands in a spec: a truth value as a user types it, a number in its fewest digits."""
     if isinstance(value, bool):
         return str(value).lower()
-    return fingerprint.number(value) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return fingerprint.number(value)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +162,17 @@ class TwoPhaseArguments(EstimatorArguments):
 
 def _rules(value: Any) -> tuple[rules.Rule, ...]:
     """Rules, or their texts, or one text such as greedy+margin:k=2; each rule is state-only."""
-    each = value if isinstance(value, list | tuple) else str(value).split("+")
-    parsed = tuple(rule if isinstance(rule, rules.Rule) else rules.parse(str(rule)) for rule in each)
-    for rule in parsed:
+    given = value if isinstance(value, list | tuple) else str(value).split("+")
+    parsed = []
+    for each in given:
+        rule = each if isinstance(each, rules.Rule) else rules.parse(str(each))
         if not rule.state_only:
             raise DuelError(
                 f"lattice_rules takes rules that read the revealed tokens alone; {rule} has a memory, or its class "
                 "does not declare `state_only = True`. Score it in another run: estimator=duel,rule=..."
             )
-    return parsed
+        parsed.append(rule)
+    return tuple(parsed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,12 +267,18 @@ def check_block(name: str, block: int | None, only: bool = False) -> None:
     """
     if block is not None and block <= LATTICE_BLOCK:
         return
-    cost = "" if block is None else f", here {2**block - 1:,}"
-    instead = "This network has only this block." if only else "Use block=4 (15 rows), or 8 (255 rows)."
+    cost = ""
+    in_force = "the whole target"
+    if block is not None:
+        cost = f", here {2**block - 1:,}"
+        in_force = str(block)
+    instead = "Use block=4 (15 rows), or 8 (255 rows)."
+    if only:
+        instead = "This network has only this block."
     if name in FOLLOWED:
         instead += " The joint probability of one text and its order needs no such sum: Duel.follow gives it."
     raise DuelError(
         f"estimator={name} evaluates a network row for each set of masked positions of a block: 2^m - 1 for m "
         f"positions{cost}. It takes at most {LATTICE_BLOCK} positions ({2**LATTICE_BLOCK - 1:,} rows); the block in "
-        f"force is {'the whole target' if block is None else block}. {instead}"
+        f"force is {in_force}. {instead}"
     )

@@ -44,10 +44,10 @@ log = logging.getLogger("lm_eval.duel_mdm")
 Self = TypeVar("Self", bound="Estimator")
 
 # If windows are taken in the order given, the first few are evaluated alone, in calls that are a quarter full, so that
-# a first document is finished early. A step of all lanes that fills n calls then takes up to n + 0.75. On a CPU a
-# call's time goes by its tokens (of a small network, 512 tokens take 25 % of the time of 2,048), so this costs less
-# than 1 %. On a GPU a small call may take as long as a full one, so it is done from n = 32 on, where it costs at most
-# 2.4 %.
+# a first document is finished early. If one step of all lanes fills n calls, it then takes up to n + 0.75. On a CPU the
+# time of a call grows with its tokens (for a small network, 512 tokens take 25 % of the time of 2,048), so this costs
+# less than 1 %. On a GPU a small call may take as long as a full one, so it is done only from n = 32 on, where it costs
+# at most 2.4 %.
 FIRST_CALL = 0.25
 MANY = 32
 BUCKET = 8  # the most network calls that the windows of a later bucket fill
@@ -130,7 +130,7 @@ class Estimator(abc.ABC):
         return registry.worth(self.name, self.describe())
 
     def ignored_args(self, given: Collection[str]) -> list[str]:
-        """The model args given that change nothing under this estimator and network, so that they are to be named."""
+        """The model args given that change nothing under this estimator and network."""
         entry = registry.find(self.name)
         ignored = {*entry.ignored_args}
         if "rule" in ignored:
@@ -164,7 +164,12 @@ class Estimator(abc.ABC):
         """Score one group of windows; yield (row, score) of each as it is finished."""
 
     def reveal(
-        self, group: WindowGroup, rule: UnmaskingRule, lanes: Iterable[Lanes], scores: Accumulator, **sampling: Any
+        self,
+        group: WindowGroup,
+        rule: UnmaskingRule,
+        lanes: Iterable[Lanes],
+        scores: Accumulator,
+        **sampling: Any,
     ) -> IndexedScores:
         """(row, score) of each window of a group as it is finished; `sampling`: other arguments of `Reveal`.
 
@@ -190,9 +195,9 @@ class Estimator(abc.ABC):
         return self.row_checks.repeating(self.denoiser, self.counts)
 
     def with_counts(self: Self, counts: Counts, row_checks: RowChecks | None = None) -> Self:
-        """The same estimator for another run, whose work is added to `counts`; several may share them.
+        """The same estimator for another run, whose work is added to `counts`.
 
-        `row_checks`: of the run that it is part of. None: it is a run of its own.
+        `row_checks`: those of the run that this one is a part of. None: this run stands alone.
         """
         twin = copy.copy(self)
         twin.counts = counts
@@ -230,9 +235,9 @@ class Estimator(abc.ABC):
         for window, indices in equal.items():
             if window.target:
                 first_indices.append(indices[0])
-                continue
-            for n in indices:
-                yield n, self.empty_score
+            else:
+                for n in indices:
+                    yield n, self.empty_score
 
         for group in self.groups(windows, first_indices, in_order=in_order):
             for row, score in self.score_group(group):
@@ -251,12 +256,14 @@ class Estimator(abc.ABC):
     ) -> Iterator[WindowGroup]:
         """The windows at these indices, opened in groups; those with an empty target are left out."""
         chosen = [windows[n] for n in window_indices]
-        buckets = self._buckets(chosen) if in_order else [0] * len(chosen)
+        buckets = [0] * len(chosen)
         stages = [slice(0, len(chosen))]
-        if in_order and self._takes_small_calls(chosen):
-            # the first bucket is a group of its own, so that its calls are small
-            in_first = buckets.count(0)
-            stages = [slice(0, in_first), slice(in_first, len(chosen))]
+        if in_order:
+            buckets = self._buckets(chosen)
+            if self._takes_small_calls(chosen):
+                # the first bucket is a group of its own, so that its calls are small
+                in_first = buckets.count(0)
+                stages = [slice(0, in_first), slice(in_first, len(chosen))]
 
         same_length = not self.denoiser.honours_padding
         for stage in stages:
@@ -325,12 +332,17 @@ class Estimator(abc.ABC):
         return spans
 
     def batches(
-        self, group: WindowGroup, spans: Sequence[BlockSpan], size: Callable[[int], int], rule: UnmaskingRule
+        self,
+        group: WindowGroup,
+        spans: Sequence[BlockSpan],
+        size: Callable[[int], int],
+        rule: UnmaskingRule,
     ) -> Iterator[tuple[Lanes, int]]:
-        """Fresh lanes of some blocks after the other, `size(room)` at once, and `room`: how many fit a network call."""
+        """(lanes, room): fresh lanes of the next `size(room)` blocks, where `room` is how many fit a network call."""
         done = 0
         while done < len(spans):
-            room = self.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
+            next_lane = group.fresh(spans[done : done + 1])
+            room = self.budget.room(group.view, rule, next_lane)
             count = max(1, size(room))
             yield group.fresh(spans[done : done + count]), room
             done += count

@@ -6,7 +6,6 @@ Shapes: N windows.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,9 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 DEFAULT_BLOCK = 32
 GRID = Argument(choice("auto", "target", "row"), "auto")
-_warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
-_warned_of_suffixes: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers that had targets without a suffix
+# denoisers of which a warning was logged: of windows without special tokens, and of suffixes that are not seen
+_warned_of_special_tokens: weakref.WeakSet[Denoiser] = weakref.WeakSet()
+_warned_of_suffixes: weakref.WeakSet[Denoiser] = weakref.WeakSet()
 
 
 def require_masks(denoiser: Denoiser, name: str) -> None:
@@ -55,7 +55,9 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
     grid = GRID.read("grid", grid)
     if of_canvases(denoiser) and grid == "row":
         raise DuelError("The canvases of this network count from the target's first position; use grid=target or auto.")
-    needed = denoiser.anchor if denoiser.attention == "block_causal" else None
+    needed = None
+    if denoiser.attention == "block_causal":
+        needed = denoiser.anchor
     if needed and grid not in ("auto", needed):
         which = "A block-causal network" if needed == "row" else "This network"
         raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
@@ -64,11 +66,13 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
             "With grid=row a block may begin inside the context, and first_token=causal predicts a block's first token "
             "from the clean row. Use grid=target or auto, or first_token=block."
         )
-    return grid if grid != "auto" else needed or "target"
+    if grid == "auto":
+        return needed or "target"
+    return grid
 
 
 def of_canvases(denoiser: Denoiser) -> bool:
-    """True for a network whose noise is random tokens, and whose blocks see the clean tokens before them alone."""
+    """True for a network with canvases: its noise is random tokens, and a block sees nothing after it."""
     return denoiser.noise_training is not None and denoiser.block is not None
 
 
@@ -166,8 +170,9 @@ def check_windows(
     for n, window in enumerate(windows):
         if not isinstance(window, Window):
             raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
-        case = WindowCase(denoiser, block, grid, window, () if generating else window.target, unscorable)
-        for problem in itertools.chain(_of_layout(case), _of_ids(case), _of_attention(case), _of_tokens(case)):
+        target = () if generating else window.target
+        case = WindowCase(denoiser, block, grid, window, target, unscorable)
+        for problem in _problems(case):
             raise DuelError(f"Window {n} {problem}", n)
     _warn_without_special_tokens(denoiser, windows)
     _warn_of_unseen_suffixes(denoiser, grid, windows)
@@ -175,18 +180,18 @@ def check_windows(
 
 def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
     """Warn, once per denoiser, of a window without the special tokens that the network expects before a text."""
-    if denoiser.special_tokens is None or denoiser in _warned:
+    if denoiser.special_tokens is None or denoiser in _warned_of_special_tokens:
         return
-    n = next((n for n, window in enumerate(windows) if window.target and not window.context), None)
-    if n is None:
+    without_context = [n for n, window in enumerate(windows) if window.target and not window.context]
+    if not without_context:
         return
-    _warned.add(denoiser)
+    _warned_of_special_tokens.add(denoiser)
     before, after = denoiser.special_tokens
     log.warning(
         "Window %d has no context, but this network expects special tokens before a text. Without them, values differ "
         "from the harness's. Score Window(context=%s, target=ids%s), or load the network with bos='none'. (Warned once "
         "per denoiser.)",
-        n,
+        without_context[0],
         before or "(bos,)",
         f", suffix={after}" if after else "",
     )
@@ -197,16 +202,18 @@ def _warn_of_unseen_suffixes(denoiser: Denoiser, grid: str, windows: Sequence[Wi
     block = denoiser.block
     if block is None or denoiser.attention == "bidirectional" or denoiser in _warned_of_suffixes:
         return
-    of_texts = denoiser.special_tokens[1] if denoiser.special_tokens else ()
-    gaps = 0
+    closing: tuple[int, ...] = ()  # the special tokens after a text, which are no suffix to be read
+    if denoiser.special_tokens:
+        _, closing = denoiser.special_tokens
+    with_suffix = 0
     unseen = 0
     for window in windows:
-        if not window.target or window.suffix in ((), of_texts):
+        if not window.target or window.suffix in ((), closing):
             continue
-        start = len(window.context) if grid == "row" else 0
-        last = start + len(window.target) - 1
-        gaps += 1
-        unseen += start // block != last // block
+        first = len(window.context) if grid == "row" else 0
+        last = first + len(window.target) - 1
+        with_suffix += 1
+        unseen += first // block != last // block
     if not unseen:
         return
     _warned_of_suffixes.add(denoiser)
@@ -215,7 +222,7 @@ def _warn_of_unseen_suffixes(denoiser: Denoiser, grid: str, windows: Sequence[Wi
         "suffix, as this network is block-causal. Use a bidirectional network to score all tokens given the suffix. "
         "(Warned once per denoiser.)",
         unseen,
-        gaps,
+        with_suffix,
         block,
     )
 
@@ -252,7 +259,12 @@ class WindowCase:
         return self.end + -self.positions % (self.denoiser.block or 1)
 
 
-# What can be wrong with a window, in the order of the checks. Each message completes "Window n ...".
+def _problems(case: WindowCase) -> Iterator[str]:
+    """What is wrong with a window, the most basic first. Each message completes "Window n ..."."""
+    yield from _of_layout(case)
+    yield from _of_ids(case)
+    yield from _of_attention(case)
+    yield from _of_tokens(case)
 
 
 def _of_layout(case: WindowCase) -> Iterator[str]:
@@ -322,9 +334,10 @@ def _of_attention(case: WindowCase) -> Iterator[str]:
 
 def _of_tokens(case: WindowCase) -> Iterator[str]:
     """Targets that the network gives no probability."""
-    excluded = sorted(case.unscorable.intersection(case.target, case.denoiser.excluded_ids))
+    impossible = case.unscorable.intersection(case.target)
+    excluded = sorted(impossible.intersection(case.denoiser.excluded_ids))
     if excluded:
         yield f"holds id {excluded[0]}, which exclude_ids leaves out: its probability is 0."
-    padding = sorted(case.unscorable.intersection(case.target))
+    padding = sorted(impossible)
     if padding:
         yield f"holds id {padding[0]}, which is padding and not a token of the vocabulary."

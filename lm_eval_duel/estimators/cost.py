@@ -6,7 +6,6 @@ Padding does not count.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +33,7 @@ class Cost(NamedTuple):
     nfe: float = 0  # rule steps
     rows: float = 0  # rows evaluated by the network
     token_rows: float = 0  # positions of these rows
-    weight: float = 0  # what the rows take of the tokens that a network call holds (`View.cost`)
+    weight: float = 0  # how much of the budget of network calls the rows take (`View.cost`)
     longest: float = 0  # calls that must follow each other
 
 
@@ -85,10 +84,14 @@ class Setting(NamedTuple):
     def blocks(self, window: Layout) -> list[BlockCount]:
         counts = []
         for start, width in blocks(window.context, window.target, self.block, self.grid):
-            positions = min(width, start + width - window.context)
+            positions = min(width, start + width - window.context)  # of the target
             revealed = reveals(self.rule, positions, width - positions)
-            before = itertools.accumulate(revealed[:-1], initial=0)
-            counts.append(BlockCount(start, width, tuple(positions - count for count in before)))
+            masked = []
+            left = positions
+            for count in revealed:
+                masked.append(left)
+                left -= count
+            counts.append(BlockCount(start, width, tuple(masked)))
         return counts
 
     def exact(self, window: Layout) -> Cost:
@@ -121,11 +124,12 @@ class Setting(NamedTuple):
 
     def noised(self, window: Layout, samples: int, passes: int) -> Cost:
         """The bound under random tokens: `samples` draws of the target, or of each canvas, with `passes` calls each."""
-        canvas = self.denoiser.block
-        rows = samples * passes
-        spans = list(blocks(window.context, window.target, canvas, "target"))
-        lengths = [window.length if canvas is None else start + width for start, width in spans]
-        tokens = rows * sum(lengths)
+        rows = samples * passes  # of each span
+        spans = blocks(window.context, window.target, self.denoiser.block, "target")
+        if self.denoiser.block is None:
+            tokens = rows * window.length * len(spans)
+        else:  # a row ends with its canvas
+            tokens = rows * sum(start + width for start, width in spans)
         return Cost(rows=rows * len(spans), token_rows=tokens, weight=tokens, longest=passes)
 
     def lattice(self, window: Layout) -> Cost:
@@ -133,33 +137,58 @@ class Setting(NamedTuple):
         states = {block: 2 ** block.masked[0] - 1 for block in self.blocks(window)}
         return self._states(window, states, longest=1)
 
-    def _states(self, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False) -> Cost:
-        """The cost of `states` of each block in at least `longest` calls. `in_turn`: one state of a block in a call."""
+    def _states(
+        self,
+        window: Layout,
+        states: Mapping[BlockCount, int],
+        longest: int,
+        in_turn: bool = False,
+    ) -> Cost:
+        """The cost of a number of `states` of each block, in at least `longest` calls.
+
+        `in_turn`: a call evaluates one state of a block, since the next one depends on it.
+        """
         count = sum(states.values())
         if not self.denoiser.by_blocks:
             tokens = count * window.length
             return Cost(rows=count, token_rows=tokens, weight=tokens, longest=longest)
-        # the clean positions once, in pieces; then blocks of one stretch of columns share rows (`BlockCausalView`)
+
+        # the clean positions once, in pieces (`CleanStream`)
         width = self.denoiser.block or 1
         group = clean_group(self.denoiser)
         zero = window.context if self.denoiser.anchor == "target" else 0
-        clean = zero + (window.context + window.target - 1 - zero) // group * group
+        last = window.context + window.target - 1 - zero
+        clean = zero + last // group * group
         piece = max(group, CLEAN // group * group)
         borders = {0, *range(zero + piece, clean, piece), clean}
         rows = len(borders) - 1  # the pieces between them; none if nothing is clean
+
+        # then the blocks, which share rows with others of their stretch of columns (`BlockCausalView`)
+        states_of_stretches: dict[int, list[int]] = {}
+        for block, states_of_block in states.items():
+            stretch = block.start // max(width, STRETCH)
+            states_of_stretches.setdefault(stretch, []).append(states_of_block)
         abreast = max(1, STRETCH // width)
-        for _, stretch in itertools.groupby(states, lambda block: block.start // max(width, STRETCH)):
-            of_stretch = [states[block] for block in stretch]
-            steps = max(of_stretch) if in_turn else 1
-            rows += max(steps, -(-sum(of_stretch) // abreast))
-        weight = clean + count * max(width, -(-clean // len(states)))
-        return Cost(rows=rows, token_rows=clean + count * width, weight=weight, longest=longest + bool(clean))
+        for states_of_blocks in states_of_stretches.values():
+            steps = max(states_of_blocks) if in_turn else 1
+            full_rows = -(-sum(states_of_blocks) // abreast)  # rounded up
+            rows += max(steps, full_rows)
+        keys_per_lane = -(-clean // len(states))  # rounded up
+        weight = clean + count * max(width, keys_per_lane)
+        return Cost(
+            rows=rows,
+            token_rows=clean + count * width,
+            weight=weight,
+            longest=longest + bool(clean),
+        )
 
 
 def reveals(rule: Rule, positions: int, first: int) -> list[int]:
     """The number of positions that each step of a block reveals, of `positions` from `first` on; 1 if not known."""
-    if isinstance(rule, SeedFirst):  # the first token of a block that begins inside the context is known
-        return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
+    if isinstance(rule, SeedFirst):
+        if first:  # the block begins inside the context, so its first token is known
+            return reveals(rule.rule, positions, first)
+        return [1, *reveals(rule.rule, positions - 1, 1)]
     if isinstance(rule, SubBlock):
         sizes = Counter(position // rule.sub_block for position in range(first, first + positions))
         counts: list[int] = []
@@ -175,10 +204,12 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
 def count_of(estimator: Estimator) -> Count | None:
     """The formula that counts what an estimator does; None if there is none."""
     denoiser = estimator.denoiser
-    rule = getattr(estimator, "rule", None) or LeftToRight()  # the order of an estimator without a rule does not count
+    # the cost of an estimator without a rule does not depend on an order, so any will do
+    rule = getattr(estimator, "rule", None) or LeftToRight()
     setting = Setting(denoiser, rule, estimator.block, estimator.grid)
     if isinstance(estimator, NoisedElbo):
-        passes = {"none": 1, "twice": 2, "chain": estimator.steps}[estimator.conditioning]
+        passes_by_conditioning = {"none": 1, "twice": 2, "chain": estimator.steps}
+        passes = passes_by_conditioning[estimator.conditioning]
         return partial(setting.noised, samples=estimator.samples, passes=int(passes))
     if denoiser.noise_training is not None:
         return None
@@ -189,17 +220,20 @@ def count_of(estimator: Estimator) -> Count | None:
         return partial(uncached.two_phase, share=estimator.arguments.sample, cache=estimator.cache)
     if isinstance(estimator, Lattice):
         return setting.lattice
-    if type(estimator) in (DuelEstimator, Autoregressive):
-        return setting.exact if denoiser.cache is None else partial(setting.cached, cache=denoiser.cache)
+    if type(estimator) in (DuelEstimator, Autoregressive):  # and no subclass: samplers are others
+        if denoiser.cache is None:
+            return setting.exact
+        return partial(setting.cached, cache=denoiser.cache)
     return None
 
 
 def layouts(windows: Iterable[Window]) -> Counter[Layout]:
     """The number of different windows of each layout."""
     counts: Counter[Layout] = Counter()
-    for window in dict.fromkeys(windows):
+    for window in dict.fromkeys(windows):  # each different one once
         if window.target:
-            counts[Layout(len(window.context), len(window.target), window.length)] += 1
+            layout = Layout(len(window.context), len(window.target), window.length)
+            counts[layout] += 1
     return counts
 
 
@@ -214,5 +248,5 @@ def sum_over(layouts: Mapping[Layout, int], count: Count) -> Cost:
 
 
 def _rounded_up(count: float) -> int:
-    """The next whole number; sums of shares may be above one by float noise."""
+    """The next whole number above, or this one if float noise alone has put a sum of shares above it."""
     return math.ceil(round(count, 6))

@@ -70,7 +70,9 @@ class DuelEstimator(Estimator):
         arguments = arguments or CommitOnceArguments()
         denoiser = commit_once(denoiser, arguments, self.name)
         self.noise_seed = arguments.noise_seed or 0
-        self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
+        if isinstance(rule, str):
+            rule = rules.parse(rule)
+        self.rule = rule_for(denoiser, rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
         warn_of_blocks(self.rule, self.block)
@@ -86,15 +88,21 @@ class DuelEstimator(Estimator):
         return rules.with_checks(rule, self.counts, self.denoiser)
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
-        places = super().blocks(window)
-        if not self.rule.spans_blocks or not places:
-            return places
-        first, _ = places[0]
-        last, width = places[-1]
-        return [(first, last + width - first)]  # one lane for a chain of blocks
+        spans = super().blocks(window)
+        if not self.rule.spans_blocks or not spans:
+            return spans
+        # one lane for the chain of all blocks
+        first, _ = spans[0]
+        last, width = spans[-1]
+        end = last + width
+        return [(first, end - first)]
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), **self.rule.describe(), **noise_spec(self.denoiser, self.noise_seed)}
+        return {
+            **super().describe(),
+            **self.rule.describe(),
+            **noise_spec(self.denoiser, self.noise_seed),
+        }
 
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
@@ -132,10 +140,12 @@ class DuelEstimator(Estimator):
         orders = self.orders(windows, steps)
         for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
             for part in target_parts(window, self.blocks(window)):
-                inside = {order[index] for index in set(range(part.start, part.stop)) - set(window.known)}
-                if inside != set(range(len(inside))) and not self.rule.may_pick_none:
+                scored = set(range(part.start, part.stop)) - set(window.known)
+                steps_of_block = {order[index] for index in scored}
+                has_gaps = steps_of_block != set(range(len(steps_of_block)))
+                if has_gaps and not self.rule.may_pick_none:
                     raise DuelError(
-                        f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
+                        f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(steps_of_block)}."
                     )
         return orders
 
@@ -168,18 +178,26 @@ class DuelEstimator(Estimator):
                     f"sample needs a {what} for each context; got {len(contexts)} contexts and {len(given)}."
                 )
         whole(0, "a number of tokens")("length", length)
-        placeholder = (0,) * length
         if suffixes is None:
             suffixes = [()] * len(contexts)
-        prompts = [Window(context, placeholder, after, tail) for context, after in zip(contexts, suffixes, strict=True)]
+        placeholder = (0,) * length  # the tokens to draw
+        prompts = []
+        for context, suffix in zip(contexts, suffixes, strict=True):
+            prompts.append(Window(context, placeholder, suffix, tail))
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
-        keys = range(len(contexts)) if keys is None else keys
+        if keys is None:
+            keys = range(len(contexts))
         return self._sampled(prompts, keys if do_sample else None, seed, stop)
 
     @torch.inference_mode()
     def _sampled(
-        self, prompts: Sequence[Window], keys: Sequence[int] | None, seed: int, stop: Stop | None
+        self,
+        prompts: Sequence[Window],
+        keys: Sequence[int] | None,
+        seed: int,
+        stop: Stop | None,
     ) -> Iterator[tuple[int, Sample]]:
+        """(index, sample) of each prompt; `keys` None: the most probable tokens instead of draws."""
         for n, prompt in enumerate(prompts):
             if not prompt.target:
                 yield n, Sample(**vars(Estimator.empty_score), tail=prompt.tail)
@@ -197,8 +215,10 @@ class DuelEstimator(Estimator):
         self.row_checks.compare(self.counts)
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
-        """The rule and the tokens to sample in rows with these keys; None: the most probable tokens."""
-        return self.followed, Argmax() if keys is None else Draws(keys, seed, self.denoiser.device)
+        """The rule, and what draws the tokens of rows with these keys; None: the most probable tokens."""
+        if keys is None:
+            return self.followed, Argmax()
+        return self.followed, Draws(keys, seed, self.denoiser.device)
 
     # ------------------------------------------------------------ which lanes
 
@@ -206,16 +226,19 @@ class DuelEstimator(Estimator):
         return self.score_blocks(group, self.block_spans(group), self.followed)
 
     def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan], rule: rules.Rule) -> IndexedScores:
-        """Each of these blocks is a lane; (row, score) of each window that has one, as its last one is finished.
+        """Score some of the blocks of a group: (row, score) of each window, as the last of its blocks is finished.
 
         Positions outside these blocks have the log-probability NaN and the step -1.
         """
         fresh = group.fresh(spans)
-        expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
+        expected = torch.zeros_like(group.rows.target)  # (N,) positions to reveal
+        expected.index_add_(0, fresh.row, fresh.masked.sum(1))
         scores = ScoreAccumulator(group.rows, self.traced, expected, self.worth.note)
-        # all states are known before any is evaluated, unless the network reads its own output of the step before
+        # Without random tokens (which show other noise at each step, and may feed a network its own output), all states
+        # of a fixed order are known before any is evaluated.
         if rule.fixed and self.denoiser.noise_training is None:
-            return self.reveal(group, EVALUATE_ALL, fixed_states(self, group, rule, spans), scores)
+            states = fixed_states(self, group, rule, spans)
+            return self.reveal(group, EVALUATE_ALL, states, scores)
         return self.reveal(group, rule, [fresh], scores)
 
 
@@ -250,29 +273,41 @@ class SampleAccumulator(ScoreAccumulator):
         super().__init__(group.rows, estimator.traced, note=estimator.empty_score.note)
         self.group = group
         self.stop = stop
-        self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
+        # (first column, width) of the blocks of each row that have not begun
+        self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]
 
     def next_block(self, row: int) -> BlockSpan:
         """The next block of a row."""
         return (row, *self.blocks[row].popleft())
 
     def following(self, finished: Lanes) -> Lanes | None:
-        """Commit finished blocks; the next block of each of their rows that has one and goes on."""
+        """Commit finished blocks, and begin the next block of each of their rows, unless it is complete or stops."""
         self.group.view.commit(finished)
         spans = []
         for row in finished.row.tolist():
-            if self.blocks[row] and self.stop and self.stop(self.group.window_indices[row], self.tokens(row)):
+            if not self.blocks[row]:
+                continue
+            if self._stops(row):
                 self.blocks[row].clear()
                 self.expected[row] = self.sums[row, 0]  # the sample is what has been revealed
                 self.target[row] = int(self.expected[row])
-            elif self.blocks[row]:
+            else:
                 spans.append(self.next_block(row))
         return self.group.fresh(spans) if spans else None
 
+    def _stops(self, row: int) -> bool:
+        """True if the caller wants no further block in this row."""
+        if self.stop is None:
+            return False
+        return self.stop(self.group.window_indices[row], self.tokens(row))
+
     def tokens(self, row: int) -> tuple[int, ...]:
-        """The tokens of a row, up to the first block that is not begun."""
-        end = self.blocks[row][0][0] if self.blocks[row] else self.origin[row] + self.target[row]
-        return tuple(self.group.rows.ids[row, self.origin[row] : end].tolist())
+        """The tokens of a row, up to the first block that has not begun."""
+        origin = self.origin[row]
+        end = origin + self.target[row]
+        if self.blocks[row]:
+            end, _ = self.blocks[row][0]
+        return tuple(self.group.rows.ids[row, origin:end].tolist())
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
         """(row, sample) of each text that is complete."""
@@ -295,26 +330,35 @@ class Replay(rules.Rule):
 
     @cached_property
     def _plane(self) -> torch.Tensor:
-        """The step of each target position, -1 behind the end of a target, (N, T)."""
+        """The step of each target position, -1 beyond the end of a target, (N, T)."""
         orders = [torch.tensor(order) for order in self.reveal_steps]
         return torch.nn.utils.rnn.pad_sequence(orders, batch_first=True, padding_value=-1)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         steps = self._plane.to(lanes.row.device)  # (N, T)
-        index = (lanes.columns - lanes.origin[:, None]).clamp(0, steps.shape[1] - 1)  # (R, W)
-        return rules.Decision.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))
+        index = lanes.columns - lanes.origin[:, None]  # (R, W) in the target
+        index = index.clamp(0, steps.shape[1] - 1)
+        recorded = steps[lanes.row[:, None], index]  # (R, W)
+        return rules.Decision.certain(lanes.masked & (recorded == lanes.step[:, None]))
 
 
 def fixed_states(
-    estimator: Estimator, group: WindowGroup, rule: rules.Rule, spans: Sequence[BlockSpan]
+    estimator: Estimator,
+    group: WindowGroup,
+    rule: rules.Rule,
+    spans: Sequence[BlockSpan],
 ) -> Iterator[Lanes]:
     """Every state of a fixed order, one batch of blocks after the other.
 
-    Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under cache=prefix
-    a batch is one block: its states are evaluated from the same position on, so a call of them wastes none.
+    Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK].
     """
-    by_block = estimator.denoiser.cache == "prefix"
-    for lanes, _ in estimator.batches(group, spans, lambda room: 1 if by_block else room, rule):
+
+    def size(room: int) -> int:
+        # Under cache=prefix a row is evaluated from its block on, and the rows of a call have one length. The states of
+        # a single block waste nothing.
+        return 1 if estimator.denoiser.cache == "prefix" else room
+
+    for lanes, _ in estimator.batches(group, spans, size, rule):
         while len(lanes):
             with naming_window(lanes, group.window_indices):
                 decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions
@@ -331,7 +375,7 @@ def fixed_states(
 
 # ---------------------------------------------------------------- noise of random tokens
 # A masked position shows a noise token n(seed, block, step, position) in place of [MASK], and a token that is revealed
-# stays. So given the seed a text has one path, and Algorithm 2 gives its exact likelihood (core/noise.py, `NoiseView`).
+# stays. So given the seed a text has one path, and Algorithm 2 gives its exact likelihood (core/noise.py).
 
 
 def commit_once(denoiser: Denoiser, arguments: CommitOnceArguments, name: str) -> Denoiser:
@@ -360,9 +404,10 @@ def commit_once(denoiser: Denoiser, arguments: CommitOnceArguments, name: str) -
     if denoiser.block is None:
         for key in OF_CANVASES:
             if key in given:
+                instead = ", or pass temperature" if key == "temperatures" else ""
                 raise DuelError(
                     f"'{key}' is for networks with canvases (DiffusionGemma), and this one is {denoiser.family}. Leave "
-                    f"it out{', or pass temperature' if key == 'temperatures' else ''}."
+                    f"it out{instead}."
                 )
     reads_itself = trained.self_conditioning != "none"
     if arguments.self_conditioning == "chain" and not reads_itself:
@@ -381,7 +426,6 @@ def commit_once(denoiser: Denoiser, arguments: CommitOnceArguments, name: str) -
 def noise_spec(denoiser: Denoiser, seed: int | None) -> dict[str, object]:
     """The entries of the spec about what masked positions show; none if it is [MASK]."""
     trained = denoiser.noise_training
-    how = denoiser.commit_once
     if trained is None:
         return {}
     spec: dict[str, object] = {"noise": trained.noise.name}
@@ -392,10 +436,13 @@ def noise_spec(denoiser: Denoiser, seed: int | None) -> dict[str, object]:
         spec["time"] = trained.note
         spec["ties"] = "rows of one token" if denoiser.relative_positions else "none"
         return spec
-    spec["prediction"] = "leave_one_out" if how.leave_one_out else "denoiser"
-    spec["self_conditioning"] = "chain" if how.self_conditioning else "none"
-    if how.leave_one_out:
+    predicts = denoiser.commit_once
+    spec["prediction"] = "leave_one_out" if predicts.leave_one_out else "denoiser"
+    spec["self_conditioning"] = "chain" if predicts.self_conditioning else "none"
+    if predicts.leave_one_out:
         spec["masked_share"] = "of the canvas"
-    if how.temperatures is not None:
-        spec["temperatures"] = ":".join(f"{value:g}" for value in how.temperatures)
-    return {**spec, "canvas": denoiser.block, "last_canvas": "short"}
+    if predicts.temperatures is not None:
+        spec["temperatures"] = ":".join(f"{value:g}" for value in predicts.temperatures)
+    spec["canvas"] = denoiser.block
+    spec["last_canvas"] = "short"
+    return spec

@@ -3,10 +3,11 @@
     p(x) = E p(x | seed),   so   E log p(x | seed) <= log p(x)        (Jensen)
 
 All windows share the seeds, so their errors are not independent: sums over windows are made for each seed, and the
-spread of these sums is the error (core/scores.py, `Value`). Besides, log of the mean of p over seeds, made for each
-block and added up: the noise of blocks is independent, so this is a tighter bound in expectation, as in
-importance-weighted bounds (Burda et al. 2016). A rule that keeps a history over blocks carries the noise of one into
-the next, so that all blocks of a window count as one.
+spread of these sums is the error (core/scores.py, `Value`).
+
+A second value is the log of the mean of p over seeds, taken block by block and added up. The noise of different blocks
+is independent, so this bound is tighter in expectation, as are importance-weighted bounds (Burda et al. 2016). A rule
+that keeps a history over blocks carries the noise of one into the next, so there all blocks of a window count as one.
 
 Shapes: N windows, S seeds, B blocks of a window.
 """
@@ -66,23 +67,40 @@ class DuelSeeds(DuelEstimator):
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
         zeros = (0.0,) * len(self.seeds)
-        has_error = len(self.seeds) >= EFFECTIVE
-        log_mean = self.bound(0.0, seeds=zeros if has_error else ())
-        return dataclasses.replace(self.bound(0.0, 0.0, zeros), near_ties=0, others={LOG_MEAN: log_mean})
+        log_mean = self.bound(0.0)
+        if len(self.seeds) >= EFFECTIVE:
+            log_mean = self.bound(0.0, seeds=zeros)
+        mean = self.bound(0.0, 0.0, zeros)
+        return dataclasses.replace(mean, near_ties=0, others={LOG_MEAN: log_mean})
 
-    def bound(self, nats: float, error: float | None = None, seeds: tuple[float, ...] = ()) -> Score:
-        """A value over seeds, as a score. `seeds`: what each of them gives, from which the error of sums comes."""
-        return Score(nats, kind=self.worth.kind, note=self.worth.note, stderr=error, seeds=seeds)
+    def bound(
+        self,
+        nats: float,
+        error: float | None = None,
+        seeds: tuple[float, ...] = (),
+    ) -> Score:
+        """A value over seeds, as a score. `seeds`: the value under each of them, from which the error of sums comes."""
+        return Score(
+            nats,
+            kind=self.worth.kind,
+            note=self.worth.note,
+            stderr=error,
+            seeds=seeds,
+        )
 
     def describe(self) -> dict[str, object]:
-        spec = {**super().describe(), **noise_spec(self.denoiser, None)}
-        return {**spec, "noise_seed": self.seeds[0], "noise_seeds": len(self.seeds)}
+        return {
+            **super().describe(),
+            **noise_spec(self.denoiser, None),
+            "noise_seed": self.seeds[0],
+            "noise_seeds": len(self.seeds),
+        }
 
     def of_seed(self, seed: int) -> DuelEstimator:
         """The likelihood given the noise of one seed."""
         noise = CommitOnceArguments(noise_seed=seed)
         duel = DuelEstimator(self.denoiser, self.rule, self.block, noise, grid=self.grid)
-        return duel.with_denoiser(self.denoiser)  # as it is, with its arguments of commit-once sampling
+        return duel.with_denoiser(self.denoiser)  # which has the other arguments of commit-once sampling
 
     def lanes(self, window: Window) -> int:
         return len(self.seeds) * super().lanes(window)
@@ -90,18 +108,25 @@ class DuelSeeds(DuelEstimator):
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Each window is scored once for each seed, all of them side by side."""
         count = len(self.seeds)
-        windows = [window for window in group.windows for _ in self.seeds]
-        indices = [index for index in group.window_indices for _ in self.seeds]
-        several = self.open(windows, indices)
-        seeds = torch.tensor(self.seeds, device=several.rows.ids.device).repeat(len(group.windows))  # (N S,)
-        several = dataclasses.replace(several, rows=dataclasses.replace(several.rows, noise_seed=seeds))
-        unfinished: dict[int, dict[int, Score]] = {}  # of each window, by seed
-        for n, score in super().score_group(several):
+        windows: list[Window] = []
+        indices: list[int] = []
+        for window, index in zip(group.windows, group.window_indices, strict=True):
+            windows += [window] * count
+            indices += [index] * count
+        repeated = self.open(windows, indices)
+        seeds = torch.tensor(self.seeds, device=repeated.rows.ids.device)  # (S,)
+        rows = dataclasses.replace(repeated.rows, noise_seed=seeds.repeat(len(group.windows)))  # (N S,)
+        repeated = dataclasses.replace(repeated, rows=rows)
+
+        unfinished: dict[int, dict[int, Score]] = {}  # of each window, by the place of the seed
+        for n, score in super().score_group(repeated):
             row, place = divmod(n, count)
-            unfinished.setdefault(row, {})[place] = score
-            if len(unfinished[row]) == count:
-                scores = unfinished.pop(row)
-                yield row, self.combined(group.windows[row], [scores[place] for place in range(count)])
+            scores = unfinished.setdefault(row, {})
+            scores[place] = score
+            if len(scores) == count:
+                del unfinished[row]
+                in_order = [scores[place] for place in range(count)]
+                yield row, self.combined(group.windows[row], in_order)
 
     def combined(self, window: Window, scores: list[Score]) -> Score:
         """The score of a window from its scores under each seed."""
@@ -121,11 +146,11 @@ class DuelSeeds(DuelEstimator):
         )
 
     def _log_mean(self, of_blocks: torch.Tensor) -> Score:
-        """The log of the mean of exp of log-probs (S, B) over seeds, summed over blocks.
+        """The log of the mean over seeds of the probability of each block, from log-probs (S, B), summed over blocks.
 
-        Its `seeds` are the value plus the influence of each seed, w_s / mean(w) - 1 summed over blocks (the
-        infinitesimal jackknife). They average to the value, and their spread over sums is the error of sums. NaN if one
-        block has too few effective seeds, (sum w)^2 / sum w^2: the error is then not known.
+        Its `seeds` are the value plus the influence of each seed, which is w_s / mean(w) - 1 summed over blocks (the
+        infinitesimal jackknife). Their mean is the value, and their spread gives its error, also for sums over windows.
+        They are NaN, and the error is not known, if one block has too few effective seeds, (sum w)^2 / sum w^2.
         """
         count = len(of_blocks)
         each = of_blocks.logsumexp(0) - math.log(count)  # (B,)
@@ -136,6 +161,7 @@ class DuelSeeds(DuelEstimator):
             return self.bound(nats)
         seeds = (math.nan,) * count
         if math.isfinite(nats) and bool((effective >= EFFECTIVE).all()):
-            seeds = tuple((nats + (weight - 1).sum(1)).tolist())
+            influence = (weight - 1).sum(1)  # (S,)
+            seeds = tuple((nats + influence).tolist())
         error = Value.from_seeds(seeds).error
         return self.bound(nats, error, seeds)
