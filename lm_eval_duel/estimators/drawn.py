@@ -32,7 +32,7 @@ LARGEST = 1e300  # the score of a token of probability 1: finite, so that the ne
 
 @dataclasses.dataclass(frozen=True)
 class BestDrawn(rules.Rule):
-    """Draws a token at every masked position, and picks the n best, or all above `tau` and at least the n best."""
+    """Draws a token at every masked position, and picks the n best draws, or all above `tau` if these are more."""
 
     name: ClassVar[str] = "sampled_confidence"
     counts: StepCounts  # n of each step
@@ -56,12 +56,15 @@ class BestDrawn(rules.Rule):
         """The draws to keep among those with these scores, (R, W) bool."""
         masked = lanes.masked  # (R, W)
         n = self.counts.of_lanes(lanes)[:, None]  # (R, 1)
-        key = torch.where(masked, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
+        # a masked position with a score of -inf still ranks before one that is not masked
+        lowest = torch.finfo(score.dtype).min
+        key = torch.where(masked, score.clamp(min=lowest), -math.inf)  # (R, W)
         best = masked & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
             return best
         above = masked & self.above(score)  # (R, W)
-        return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
+        enough = above.sum(1, keepdim=True) >= best.sum(1, keepdim=True)  # (R, 1)
+        return torch.where(enough, above, best)
 
     @property
     def threshold(self) -> float:
@@ -78,29 +81,41 @@ class BestDrawn(rules.Rule):
         return against_targets(predictions, targets, self.scale, self.threshold, self.strict)
 
     def log_selection(
-        self, predictions: Predictions, lanes: Lanes, targets: torch.Tensor, pick: torch.Tensor
+        self,
+        predictions: Predictions,
+        lanes: Lanes,
+        targets: torch.Tensor,
+        pick: torch.Tensor,
     ) -> torch.Tensor:
-        """log p that the draws at other positions are not kept where those at `pick` are the targets, (R,)."""
+        """log p that exactly the draws at `pick` are kept, given that these are the targets, (R,)."""
         drawn = self.against(predictions, targets)
+
+        # the draw at `pick` that ranks last: the smallest score, and of equals the rightmost
         kept = torch.where(pick, drawn.score, math.inf)  # (R, W)
-        # of equals, the rightmost ranks last
-        last = (kept == kept.amin(1, keepdim=True)).int().cumsum(1).argmax(1)  # (R,)
-        log_after = drawn.log_after[torch.arange(len(last), device=last.device), :, last]  # (R, W)
+        is_least = kept == kept.amin(1, keepdim=True)  # (R, W)
+        last = is_least.int().cumsum(1).argmax(1)  # (R,)
+        every = torch.arange(len(last), device=last.device)  # (R,)
+        log_after = drawn.log_after[every, :, last]  # (R, W)
         all_above = (self.above(drawn.score) | ~pick).all(1) & (self.tau is not None)  # (R,)
+
         # not `of_lanes`, whose table ends at the largest block of the lattice: here blocks have any size
         sizes = zip(lanes.in_target.sum(1).tolist(), lanes.masked.sum(1).tolist(), strict=True)
-        wanted = torch.tensor([self.counts.of_state(*pair) for pair in sizes], device=pick.device)  # (R,)
+        counts = [self.counts.of_state(m, masked) for m, masked in sizes]
+        wanted = torch.tensor(counts, device=pick.device)  # (R,)
         count = pick.sum(1)  # (R,)
-        possible = torch.where(all_above, count >= wanted, count == wanted) & (wanted > 0)  # (R,)
+        fits = torch.where(all_above, count >= wanted, count == wanted)  # (R,)
+        possible = fits & (wanted > 0)  # (R,)
+
+        # the draws at all other positions are not kept
         log_not_kept = torch.where(all_above[:, None], drawn.log_quiet, log_after)  # (R, W)
         others = torch.where(lanes.masked & ~pick, log_not_kept, 0.0)  # (R, W)
         return others.sum(1).where(possible, -math.inf)
 
 
 class StepDraws(Draws):
-    """Samples: a new draw at each position at every step, on which it depends, too.
+    """Samples: at every step a new draw at each position, so that a draw depends on the step, too.
 
-    The tokens drawn for one set of predictions are kept, so that a pick reveals the tokens it was decided by.
+    The tokens drawn from the last predictions are kept, so that a pick reveals the tokens that decided it.
     """
 
     last: tuple[Predictions, torch.Tensor] | None = None
@@ -117,16 +132,21 @@ def score_of(p: float) -> float:
     """The score of probability p."""
     if p <= 0:
         return -math.inf
-    return math.log(p) if p <= 0.5 else min(log_odds(p) - math.log(2), LARGEST)
+    if p <= 0.5:
+        return math.log(p)
+    return min(log_odds(p) - math.log(2), LARGEST)
 
 
 def scores(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """The score of every token under softmax(scale x logits), for logits (u, V), float64 (u, V)."""
     scaled = logits.double() * scale  # (u, V)
     top = top_of(scaled)
-    log_p = scaled - top.logit[:, None] - F.softplus(-top.confidence[:, None])  # (u, V)
-    largest = torch.where(top.confidence > 0, top.confidence - math.log(2), -F.softplus(-top.confidence))  # (u,)
-    return log_p.scatter_(1, top.token[:, None], largest.clamp(max=LARGEST)[:, None])
+    log_p_top = -F.softplus(-top.confidence)  # (u,) log P1
+    score = scaled - top.logit[:, None] + log_p_top[:, None]  # (u, V) log p of every token
+    # only the top token may be more probable than 1/2
+    of_top = torch.where(top.confidence > 0, top.confidence - math.log(2), log_p_top)  # (u,)
+    of_top = of_top.clamp(max=LARGEST)
+    return score.scatter_(1, top.token[:, None], of_top[:, None])
 
 
 def untempered(denoiser: Denoiser) -> float:
@@ -136,7 +156,9 @@ def untempered(denoiser: Denoiser) -> float:
         DuelError: If its distributions are truncated as well, which cannot be undone.
     """
     scale = 1.0
-    for warp in (each for each in denoiser.filters if isinstance(each, Warp)):
+    for warp in denoiser.filters:
+        if not isinstance(warp, Warp):
+            continue
         if warp.truncates:
             raise DuelError(
                 "confidence=untempered is the probability before temperature, and no sampler that we know combines it "
@@ -156,7 +178,11 @@ class DrawnScores(NamedTuple):
 
 
 def against_targets(
-    predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool
+    predictions: Predictions,
+    targets: torch.Tensor,
+    scale: float,
+    tau: float,
+    strict: bool,
 ) -> DrawnScores:
     """Compare the draw of every position with the targets (R, W) of its lane, and with the threshold `tau`, a score.
 
@@ -165,40 +191,48 @@ def against_targets(
     """
     masked = predictions.masked
     wide = masked.shape[1]
-    planes = torch.full((3, *masked.shape), math.nan, dtype=torch.float64, device=masked.device)  # (3, R, W)
-    log_after = planes.new_full((*masked.shape, wide), math.nan)  # (R, W, W)
+    score_of_target = torch.full(masked.shape, math.nan, dtype=torch.float64, device=masked.device)  # (R, W)
+    score_of_top = torch.full_like(score_of_target, math.nan)  # (R, W)
+    log_quiet = torch.full_like(score_of_target, math.nan)  # (R, W)
+    log_after = score_of_target.new_full((*masked.shape, wide), math.nan)  # (R, W, W)
     for lanes, row, logits in predictions.by_lanes():
-        of_row = scores(logits, scale)  # (u, V)
-        score = of_row[row]  # (c, V)
+        scores_of_row = scores(logits, scale)  # (u, V)
+        score = scores_of_row[row]  # (c, V)
         p = logits.double().softmax(1)[row]  # (c, V)
-        lane, position = masked[lanes].nonzero().unbind(1)  # (c,)
-        target = score.gather(1, targets[lanes][masked[lanes]][:, None])[:, 0]  # (c,)
-        level = torch.full_like(masked[lanes], math.inf, dtype=torch.float64)  # (r, W)
+        masked_part = masked[lanes]  # (r, W)
+        lane, position = masked_part.nonzero().unbind(1)  # (c,) each
+        token = targets[lanes][masked_part]  # (c,)
+        target = score.gather(1, token[:, None])[:, 0]  # (c,)
+        level = torch.full_like(masked_part, math.inf, dtype=torch.float64)  # (r, W)
         level[lane, position] = target
+
         # A draw ranks after the target of another position if its score is less. Of equal scores the one further right
         # ranks after, so there the bound is the next larger float, below which an equal score lies.
         bound = level[lane]  # (c, W)
         further = position[:, None] > torch.arange(wide, device=bound.device)  # (c, W)
-        above = bound.nextafter(bound.new_tensor(math.inf))  # (c, W)
-        bound, order = bound.where(~further | bound.isinf(), above).sort(1)
+        next_larger = bound.nextafter(bound.new_tensor(math.inf))  # (c, W)
+        bound = bound.where(~further | bound.isinf(), next_larger)
+
         # one pass over the vocabulary for all bounds: the mass below each is a cumulative sum over sorted bounds
+        bound, order = bound.sort(1)
         reached = torch.searchsorted(bound, score, right=True)  # (c, V) how many bounds each score reaches
-        mass = p.new_zeros(len(p), wide + 1).scatter_add_(1, reached, p).cumsum(1)[:, :wide]  # (c, W)
+        mass = p.new_zeros(len(p), wide + 1)  # (c, W + 1) by this number
+        mass = mass.scatter_add_(1, reached, p).cumsum(1)[:, :wide]  # (c, W)
         log_after[lanes][lane, position] = torch.empty_like(mass).scatter_(1, order, mass.log())
+
         quiet = score <= tau if strict else score < tau  # (c, V)
-        planes[0, lanes][lane, position] = target
-        planes[1, lanes][lane, position] = of_row.amax(1)[row]
-        planes[2, lanes][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
-    return DrawnScores(planes[0], planes[1], log_after, planes[2])
+        score_of_target[lanes][lane, position] = target
+        score_of_top[lanes][lane, position] = scores_of_row.amax(1)[row]
+        log_quiet[lanes][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
+    return DrawnScores(score_of_target, score_of_top, log_after, log_quiet)
 
 
 def token_scores(predictions: Predictions, tokens: torch.Tensor, scale: float) -> torch.Tensor:
-    """The score of the token at each masked position, for tokens (R, W), float64 (R, W); NaN where nothing is
-    masked.
-    """
+    """The scores of `tokens` (R, W) at the masked positions, float64 (R, W); NaN elsewhere."""
     masked = predictions.masked
     plane = torch.full_like(masked, math.nan, dtype=torch.float64)  # (R, W)
     for lanes, row, logits in predictions.by_lanes():
-        ids = tokens[lanes][masked[lanes]]  # (c,)
-        plane[lanes][masked[lanes]] = scores(logits, scale)[row, ids]
+        masked_part = masked[lanes]  # (r, W)
+        ids = tokens[lanes][masked_part]  # (c,)
+        plane[lanes][masked_part] = scores(logits, scale)[row, ids]
     return plane

@@ -57,7 +57,14 @@ SHIFT = 2  # key of the random numbers: a replicate's shift
 class MonteCarloBound(Estimator):
     """The mean of weighted draws. Subclasses implement `drawn` and `terms`."""
 
-    def __init__(self, denoiser: Denoiser, block: int | str | None, samples: int, draw_seed: int, **layout: Any):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None,
+        samples: int,
+        draw_seed: int,
+        **layout: Any,
+    ):
         self.samples = samples
         self.draw_seed = SEED("draw_seed", draw_seed)
         self.replicates = replicates(samples)
@@ -71,7 +78,7 @@ class MonteCarloBound(Estimator):
         super().__init__(denoiser, block, **layout)
 
     @property
-    def evaluated(self) -> UnmaskingRule:
+    def rule_of_draws(self) -> UnmaskingRule:
         """The rule that reveals all positions of a draw at once."""
         return EVALUATE_ALL
 
@@ -92,17 +99,22 @@ class MonteCarloBound(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)
-        yield from self.reveal(group, self.evaluated, self._draws(group, sums), sums)
-        yield from sums.finished()  # their last draws mask nothing
+        lanes = self._draws(group, sums)
+        yield from self.reveal(group, self.rule_of_draws, lanes, sums)
+        yield from sums.finished()  # windows whose last draws mask nothing
 
     def _draws(self, group: WindowGroup, sums: BoundAccumulator) -> Iterator[Lanes]:
         """The lanes of every draw of every span."""
+
+        def spans_at_once(room: int) -> int:
+            return room // self.samples
+
         spans = self.block_spans(group)
         device = group.rows.ids.device
-        for fresh, room in self.batches(group, spans, lambda room: room // self.samples, self.evaluated):
-            few = fresh.masked.shape[1] <= FEW
-            every_draw = torch.arange(self.samples, device=device)
-            for draws in every_draw.split(self.samples if few else room):
+        every_draw = torch.arange(self.samples, device=device)
+        for fresh, room in self.batches(group, spans, spans_at_once, self.rule_of_draws):
+            is_short = fresh.masked.shape[1] <= FEW
+            for draws in every_draw.split(self.samples if is_short else room):
                 span = torch.arange(len(fresh), device=device).repeat_interleave(len(draws))  # (R,)
                 lanes = self.drawn(group, fresh.select(span), draws.repeat(len(fresh)))
                 sums.skip(fresh.row, len(draws), lanes.row)
@@ -121,16 +133,22 @@ class BoundAccumulator:
     """The sums over the draws of one group of windows, on the network's device, in float64."""
 
     def __init__(self, group: WindowGroup, bound: MonteCarloBound):
-        count, self.length = group.rows.ids.shape  # the column of positions that are not scored
+        count, self.length = group.rows.ids.shape
         device = group.rows.ids.device
         self.windows = group.windows
         self.bound = bound
+        # one column more than the rows, which takes what is written at positions that are not scored
         self.log_probs = torch.zeros(count, self.length + 1, dtype=torch.float64, device=device)  # (N, L + 1)
         self.sums = self.log_probs.new_zeros(count, bound.replicates)  # (N, S)
-        self.waiting = torch.tensor([bound.lanes(window) for window in group.windows], device=device)  # (N,) draws
+        draws = [bound.lanes(window) for window in group.windows]
+        self.waiting = torch.tensor(draws, device=device)  # (N,) draws that are missing
 
     def skip(self, rows: torch.Tensor, draws: int, kept: torch.Tensor) -> None:
-        """Skip the draws of spans in `rows`, `draws` each, that are not `kept`: they equal one or mask nothing."""
+        """Wait no longer for draws that equal another one or mask nothing.
+
+        `rows`: the window of each span; `draws`: how many draws of each span were made; `kept`: the window of each lane
+        that is left of them.
+        """
         self.waiting.index_add_(0, rows, torch.full_like(rows, -draws))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
 
@@ -160,13 +178,17 @@ class BoundAccumulator:
         means = self.sums[rows].cpu() / (self.bound.samples // count)  # (n, S)
         for n, row in enumerate(rows.tolist()):
             window = self.windows[row]
-            error = float(means[n].std() / math.sqrt(count)) if count > 1 else math.nan
+            error = math.nan  # unknown
+            if count > 1:
+                error = float(means[n].std() / math.sqrt(count))
+            begin = len(window.context)
+            target = slice(begin, begin + len(window.target))
             bound = Score(
                 log_prob=float(means[n].mean()),
-                token_logprobs=tuple(shares[n, len(window.context) :][: len(window.target)].tolist()),
+                token_logprobs=tuple(shares[n, target].tolist()),
                 kind=self.bound.empty_score.kind,
                 note=self.bound.empty_score.note,
-                stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
+                stderr=error if math.isfinite(error) else None,  # NaN for infinite log-probs, too
             )
             yield row, bound
 
@@ -203,7 +225,12 @@ class Elbo(MonteCarloBound):
     name = "elbo"
 
     def __init__(
-        self, denoiser: Denoiser, arguments: ElboArguments | None = None, *, draw_seed: int = 0, **layout: Any
+        self,
+        denoiser: Denoiser,
+        arguments: ElboArguments | None = None,
+        *,
+        draw_seed: int = 0,
+        **layout: Any,
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network needs no bound: use estimator=ar.")
@@ -217,10 +244,15 @@ class Elbo(MonteCarloBound):
         self.arguments = dataclasses.replace(arguments, elbo_form=form, elbo_block=self.block)
 
     def describe(self) -> dict[str, object]:
-        spec: dict[str, object] = {"grid": self.grid} if self.block else {}  # for a whole target all grids are equal
+        spec: dict[str, object] = {}
+        if self.block:  # for a whole target all grids are equal
+            spec["grid"] = self.grid
         if self.arguments.elbo_form == "score_entropy":
             spec["sigma"] = "that of each draw"
-        return {**spec, "estimator": self.name, **self.arguments.describe(), "draw_seed": self.draw_seed}
+        spec["estimator"] = self.name
+        spec |= self.arguments.describe()
+        spec["draw_seed"] = self.draw_seed
+        return spec
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.arguments.elbo_form == "score_entropy":
@@ -230,17 +262,18 @@ class Elbo(MonteCarloBound):
         return super().score_group(group)
 
     def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
-        """The draws that mask something, equal ones of a span once.
+        """The draws that mask something. Equal draws of a span are one lane.
 
-        Their memory is the weight (R, W, S), by replicate, and SEDD's noise level. If each draw has its own level, all
-        are different.
+        The memory of a lane is its weight in each replicate (R, W, S), the same at every position, and SEDD's noise
+        level. Draws that have levels are all different.
         """
         lanes = self._masked(group, lanes, draw)
         weight, *level = lanes.memory  # (R, W) each
         apart = (draw,) if level else ()
-        first, number = distinct(lanes.row, lanes.start, lanes.masked, *apart)
+        first, number = distinct(lanes.row, lanes.start, lanes.masked, *apart)  # (r,), (R,)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
-        weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
+        replicate = draw % self.replicates  # (R,)
+        weights.index_put_((number, replicate), weight[:, 0], accumulate=True)
         kept = lanes.select(first)
         at_positions = weights[:, None].expand(-1, kept.masked.shape[1], -1)  # (r, W, S)
         kept = dataclasses.replace(kept, memory=(at_positions, *kept.memory[1:]))
@@ -249,16 +282,18 @@ class Elbo(MonteCarloBound):
     def _masked(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
         """The lanes with the positions of `draw` (R,) masked and the targets at the others.
 
-        Their memory is the weight of each position, and SEDD's noise level.
+        Their memory is the weight, the same at every position, and SEDD's noise level.
         """
         t = self._levels(group, lanes, draw)  # (R,)
+        window_key = group.keys[lanes.row][:, None]  # (R, 1)
         position = lanes.columns - lanes.origin[:, None]  # (R, W)
-        keys = group.keys[lanes.row][:, None], self.draw_seed, POSITIONS, draw[:, None], position  # (R, W)
+        keys = (window_key, self.draw_seed, POSITIONS, draw[:, None], position)
         level: tuple[torch.Tensor, ...] = ()
         if self.arguments.elbo_form == "count":
             m = lanes.masked.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,) uniform in 1..m
-            order = rank(torch.where(lanes.masked, hashed(*keys), LAST))  # (R, W) a random permutation
+            drawn = torch.where(lanes.masked, hashed(*keys), LAST)  # (R, W)
+            order = rank(drawn)  # (R, W) a random permutation of the masked positions
             masked = lanes.masked & (order < count[:, None])
             weight = m.double() / count  # (R,)
         else:
@@ -271,7 +306,8 @@ class Elbo(MonteCarloBound):
                 weight = torch.expm1(sigma) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
-        return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
+        shown = lanes.show(group.rows.targets(lanes), masked)
+        return dataclasses.replace(shown, memory=memory)
 
     def _levels(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """t of each draw, uniform in (eps, 1); for counts, which have no eps, the share that l is made of, (R,)."""
@@ -298,20 +334,28 @@ class Elbo(MonteCarloBound):
         log_prob = step.log_prob  # (R, W)
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
-            log_prob = -score_entropy(level[0], log_prob, step.predictions.log_sum, self.denoiser.vocab_size - 1)
+            tokens = self.denoiser.vocab_size - 1  # without [MASK]
+            log_prob = -score_entropy(level[0], log_prob, step.predictions.log_sum, tokens)
         log_prob = torch.where(lanes.masked, log_prob, 0.0)  # (R, W)
-        of_draw = log_prob.sum(1, keepdim=True)  # (R, 1)
-        # a replicate that did not draw these positions has weight 0, and log-probs may be infinite
-        return log_prob * weight.sum(2), torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)
+        total = log_prob.sum(1, keepdim=True)  # (R, 1)
+        # where a replicate did not draw these positions its weight is 0, and 0 times an infinite log-prob would be NaN
+        in_replicate = weight[:, 0]  # (R, S)
+        sums = torch.where(in_replicate > 0, total * in_replicate, 0.0)  # (R, S)
+        return log_prob * weight.sum(2), sums
 
 
-def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    """SEDD's loss at masked positions (Lou et al. 2024, eq. 5, absorbing graph), from log-probabilities and the log of
-    the logits' sum:
+def score_entropy(
+    sigma: torch.Tensor,
+    log_prob: torch.Tensor,
+    log_sum: torch.Tensor,
+    tokens: int,
+) -> torch.Tensor:
+    """SEDD's loss at masked positions (Lou et al. 2024, eq. 5, absorbing graph):
 
         sum_v s_v - r log s_x + r (log r - 1),   s_v = exp(logit_v) / (expm1(sigma) n),   r = 1 / expm1(sigma)
 
-    `sigma`, `log_prob` (of the target x), `log_sum`: (R, W); `tokens`: n, the size of the vocabulary.
+    `sigma`, `log_prob` (of the target x) and `log_sum` (the log of the sum of exp(logit_v)): (R, W). `tokens`: n, the
+    size of the vocabulary.
     """
     log_r = -torch.expm1(sigma).log()  # (R, W)
     total = log_sum + log_r - math.log(tokens)  # (R, W) log of the sum of scores

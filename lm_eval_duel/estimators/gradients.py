@@ -47,8 +47,8 @@ class TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018 - raises RuntimeError if a parameter was modified since the forward pass
         gradients = ctx.orders.gradients(weights)
-        of_orders = None  # no tensor
-        return of_orders, *map(gradients.get, range(len(ctx.orders.parameters)))
+        of_parameters = [gradients.get(n) for n in range(len(ctx.orders.parameters))]
+        return None, *of_parameters  # None for `orders`, which is no tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,17 @@ class RecordedOrders:
 
     @classmethod
     def from_steps(
-        cls, duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], batch_size: int
+        cls,
+        duel: DuelEstimator,
+        windows: Sequence[Window],
+        steps: Sequence[Ids],
+        batch_size: int,
     ) -> RecordedOrders:
-        """Raises DuelError for orders that do not fit their windows, and for a network without gradients."""
+        """The orders of windows, `batch_size` rows in a call.
+
+        Raises:
+            DuelError: If orders do not fit their windows, or the network has no gradients.
+        """
         denoiser = duel.denoiser
         orders = duel.checked_orders(windows, steps)
         if denoiser.cache is not None:
@@ -78,7 +86,8 @@ class RecordedOrders:
                 "differentiable keeps one call at a time. Pass self_conditioning=none."
             )
         COUNT("batch_size", batch_size)
-        if not (parameters := list(trainable(denoiser).values())):
+        parameters = list(trainable(denoiser).values())
+        if not parameters:
             raise DuelError(
                 "No parameter of the network requires a gradient: they are frozen or quantized, or from_model was not "
                 "given the module= of a function."
@@ -89,7 +98,8 @@ class RecordedOrders:
         """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""
         log_probs = self._zeros()
         for n, scored in enumerate(self.duel.replay(self.windows, self.orders)):
-            log_probs[n, : len(scored.token_logprobs)] = torch.tensor(scored.token_logprobs, dtype=torch.float64)
+            of_window = torch.tensor(scored.token_logprobs, dtype=torch.float64)  # (its target,)
+            log_probs[n, : len(of_window)] = of_window
             _require_finite(log_probs[n], n)
         return log_probs
 
@@ -110,12 +120,21 @@ class RecordedOrders:
                 values, index = self._call(group, lanes)
                 _require_finite(values, index[0])
                 leaves = unknown_leaves(values, identities)
-                parts = torch.autograd.grad(values, self.parameters, weights[index].to(values), allow_unused=True)
-                del values  # and the leaves that the call has made
+                parts = torch.autograd.grad(
+                    values,
+                    self.parameters,
+                    weights[index].to(values),
+                    allow_unused=True,
+                )
+                # with the graph, the leaves go that the call itself has made: those that stay are the user's
+                del values
                 _require_known(leaves)
                 for n, part in enumerate(parts):
-                    if part is not None:
-                        sums[n] = sums[n] + part if n in sums else part
+                    if part is None:
+                        continue
+                    if n in sums:
+                        part = sums[n] + part
+                    sums[n] = part
         return sums
 
     def _calls(self) -> Iterator[tuple[WindowGroup, Lanes]]:
@@ -123,10 +142,11 @@ class RecordedOrders:
         duel = self.duel
         for group in duel.groups(self.windows, range(len(self.windows))):
             rule = Replay(tuple(self.orders[n] for n in group.window_indices))
-            for state in fixed_states(duel, group, rule, duel.block_spans(group)):
-                size = self.budget.rows(int(group.view.cost(state).max()))
-                for start in range(0, len(state), size):
-                    yield group, state.select(slice(start, start + size))
+            for states in fixed_states(duel, group, rule, duel.block_spans(group)):
+                cost = int(group.view.cost(states).max())
+                size = self.budget.rows(cost)
+                for start in range(0, len(states), size):
+                    yield group, states.select(slice(start, start + size))
 
     def _call(self, group: WindowGroup, lanes: Lanes) -> tuple[torch.Tensor, Index]:
         """The log-probs (C,) of one network call, with its graph, and the tokens that they belong to."""
@@ -141,11 +161,15 @@ class RecordedOrders:
 
     def _zeros(self) -> torch.Tensor:
         longest = max((len(window.target) for window in self.windows), default=0)
-        return torch.zeros(len(self.windows), longest, dtype=torch.float64, device=self.duel.denoiser.device)  # (N, T)
+        shape = (len(self.windows), longest)
+        return torch.zeros(shape, dtype=torch.float64, device=self.duel.denoiser.device)  # (N, T)
 
 
 def differentiable(
-    duel: DuelEstimator, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int
+    duel: DuelEstimator,
+    windows: Sequence[Window],
+    reveal_steps: Sequence[Ids],
+    batch_size: int,
 ) -> torch.Tensor:
     """The log-probability of each token with a graph; see `Duel.differentiable`."""
     orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
@@ -156,20 +180,27 @@ def differentiable(
 def log_probs_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> torch.Tensor:
     """log p of the targets at the masked positions of the lanes, with its graph, float64 (C,)."""
     positions, step = view.at_steps(lanes, view.positions(lanes))
+    # as in `Predictions`, which works in place and keeps no graph
     logits = denoiser.head(positions.features)  # (U, V)
-    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    logits = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    excluded = denoiser.excluded.nonzero()[:, 0]  # (E,)
+    logits = logits.index_fill(1, excluded, -torch.inf)
     for each in denoiser.filters:
         logits = each(logits, step)
-    log_p = logits.log_softmax(1)
-    return log_p[positions.row, rows.targets(lanes)[lanes.masked_at]].double()
+    log_p = logits.log_softmax(1)  # (U, V)
+    tokens = rows.targets(lanes)[lanes.masked_at]  # (C,)
+    return log_p[positions.row, tokens].double()
 
 
 def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
-    """The tensors that require a gradient, among the attributes and in the modules of a denoiser, by id."""
+    """The tensors that require a gradient, among the attributes and in the modules of a denoiser, by id.
+
+    By id, since the same module may be an attribute of several denoisers, one around the other.
+    """
     parameters: dict[int, torch.Tensor] = {}
     for value in vars(denoiser).values():
-        if isinstance(value, Denoiser):
+        if isinstance(value, Denoiser):  # inside a wrapper
             parameters |= trainable(value)
         tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
         for tensor in tensors:
@@ -223,7 +254,8 @@ def _require_known(leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
     A leaf that the call itself made is gone, such as the embeddings' output under PEFT's gradient checkpointing.
     """
     for reference in leaves:
-        if (leaf := reference()) is not None:
+        leaf = reference()
+        if leaf is not None:
             raise DuelError(
                 f"The network reads a tensor of the shape {tuple(leaf.shape)} that requires a gradient and would get "
                 "none: make it an nn.Parameter of a module, and pass that as module= to from_model."
@@ -231,7 +263,8 @@ def _require_known(leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
 
 
 def _require_finite(log_probs: torch.Tensor, window: torch.Tensor | int) -> None:
-    """Raise DuelError for a token of probability 0 in `window`, one for all of log_probs or one for each."""
-    if not (finite := log_probs.isfinite()).all():
+    """Raise DuelError for a token of probability 0. `window`: that of all `log_probs` (C,), or of each of them (C,)."""
+    finite = log_probs.isfinite()
+    if not finite.all():
         n = window if isinstance(window, int) else int(window[~finite][0])
         raise DuelError(f"Window {n} has a token of probability 0, so its log_prob has no gradient.", n)

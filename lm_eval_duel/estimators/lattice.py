@@ -77,14 +77,30 @@ class Lattice(Estimator):
         self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
         check_block(estimator, self.block, only=denoiser.block is not None)
+        values = dict.fromkeys(LATTICE, 0.0)
         paths = {str(rule): Score(0.0, nfe=0, near_ties=0) for rule in self.rules}
-        self.empty_score = self.score(dict.fromkeys(LATTICE, 0.0), paths)
+        self.empty_score = self.score(values, paths)
 
-    def score(self, values: Mapping[str, float], paths: Mapping[str, Score], **order: Any) -> Score:
-        """The score of a window: its values over all orders, the scores of rules, and the order that has its value."""
-        others = {name: Score(value, kind=KINDS[name]) for name, value in values.items()}
-        del others[self.name]  # it is the score itself
-        return Score(values[self.name], **order, kind=KINDS[self.name], others={**others, **paths})
+    def score(
+        self,
+        values: Mapping[str, float],
+        paths: Mapping[str, Score],
+        **order: Any,
+    ) -> Score:
+        """The score of a window, from its values over all orders and the scores of rules.
+
+        `order`: what the score says of an order, or of single tokens.
+        """
+        others = {}
+        for name, value in values.items():
+            if name != self.name:  # that one is the score itself
+                others[name] = Score(value, kind=KINDS[name])
+        return Score(
+            values[self.name],
+            kind=KINDS[self.name],
+            others={**others, **paths},
+            **order,
+        )
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = LatticeAccumulator(group, self)
@@ -99,7 +115,10 @@ class LatticeAccumulator:
     def __init__(self, group: WindowGroup, lattice: Lattice):
         self.group = group
         self.lattice = lattice
-        self.followed = [rules.with_checks(rule, lattice.counts, lattice.denoiser) for rule in lattice.rules]
+        self.followed = []  # the rules, as they are called
+        for rule in lattice.rules:
+            checked = rules.with_checks(rule, lattice.counts, lattice.denoiser)
+            self.followed.append(checked)
         count, self.length = group.rows.ids.shape
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
@@ -108,7 +127,8 @@ class LatticeAccumulator:
         self.best = Orders(group.rows, lattice.traced)  # the oracle's orders
         self.paths = [Orders(group.rows, lattice.traced) for _ in lattice.rules]
         self.chunks: dict[int, OrderChunk] = {}
-        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
+        # the number of blocks of each window that are missing
+        self.waiting = [len(lattice.blocks(window)) for window in group.windows]
 
     def states(self) -> Iterator[Lanes]:
         """Every state of every block, one chunk of blocks after the other. Their memory says where they belong."""
@@ -121,19 +141,27 @@ class LatticeAccumulator:
             blocks_of_call = -(-room // (1 << wide))  # rounded up
             return min(most_blocks, 4 * blocks_of_call)  # a chunk fills several calls, of which the last is not full
 
-        for n, (fresh, _) in enumerate(self.lattice.batches(group, spans, blocks_of_chunk, EVALUATE_ALL)):
+        chunks = self.lattice.batches(group, spans, blocks_of_chunk, EVALUATE_ALL)
+        for n, (fresh, _) in enumerate(chunks):
             lanes = every_set(group, fresh, n)
             self.chunks[n] = self._empty_chunk(fresh, len(lanes))
             yield lanes
 
     def _empty_chunk(self, lanes: Lanes, states: int) -> OrderChunk:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
-        wide = lanes.masked.shape[1]
-        log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
+        blocks, wide = lanes.masked.shape
+        log_probs = self.totals.new_full((blocks, 1 << wide, wide), math.nan)  # (B, S, W)
         kept = len(STATISTICS) if self.lattice.traced else 0  # T
         statistics = log_probs.new_full((*log_probs.shape, kept), math.nan)  # (B, S, W, T)
-        after = lanes.row.new_full((*log_probs.shape[:2], len(self.paths)), -1)  # (B, S, F)
-        return OrderChunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
+        after = lanes.row.new_full((blocks, 1 << wide, len(self.paths)), -1)  # (B, S, F)
+        return OrderChunk(
+            lanes=lanes,
+            missing=states,
+            log_probs=log_probs,
+            statistics=statistics,
+            after=after,
+            near_tie=torch.zeros_like(after, dtype=torch.bool),
+        )
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
@@ -157,7 +185,8 @@ class LatticeAccumulator:
             for t, plane in enumerate(statistics):
                 chunk.statistics[..., t][at] = plane[members, wide]
             for f, decision in enumerate(decisions):
-                chunk.after[..., f][at] = to_bitmask(lanes.masked & ~decision.pick)[members]
+                after = to_bitmask(lanes.masked & ~decision.pick)  # (R,)
+                chunk.after[..., f][at] = after[members]
                 chunk.near_tie[..., f][at] = decision.near_tie[members]
 
         # only now that everything is entered: a step that runs out of memory is taken again
@@ -184,25 +213,28 @@ class LatticeAccumulator:
         self.totals.index_put_((lanes.row,), values, accumulate=True)
         column = torch.where(lanes.masked, lanes.columns, self.length)  # (B, W)
         self.shares[lanes.row[:, None], column] = share
-        self.best.follow(chunk, best, torch.zeros_like(best, dtype=torch.bool))
-        for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
-            orders.follow(chunk, after, near_tie)
+        no_ties = torch.zeros_like(best, dtype=torch.bool)  # (B, S) a maximum is no rule's decision
+        self.best.follow(chunk, best, no_ties)
+        for f, path in enumerate(self.paths):
+            path.follow(chunk, chunk.after[..., f], chunk.near_tie[..., f])
 
     def _score(self, row: int) -> Score:
-        window = self.group.windows[row]
-        name = self.lattice.name
-        span = slice(len(window.context), len(window.context) + len(window.target))
+        """The score of a window that has all its blocks."""
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
-        rows = self.totals.new_tensor([row]).long()
-        _, best = next(self.best.scores(rows))
+        rows = self.totals.new_tensor([row]).long()  # (1,)
         paths: dict[str, Score] = {}
         for rule, path in zip(self.lattice.rules, self.paths, strict=True):
             _, paths[str(rule)] = next(path.scores(rows))
         order: dict[str, Any] = {}
-        if name == "oracle":
-            order = {key: getattr(best, key) for key in ("reveal_steps", "token_logprobs", *STATISTICS)}
-        elif name == "elbo_exact":
-            order = {"token_logprobs": tuple(self.shares[row, span].tolist())}
+        if self.lattice.name == "oracle":
+            _, best = next(self.best.scores(rows))
+            for key in ("reveal_steps", "token_logprobs", *STATISTICS):
+                order[key] = getattr(best, key)
+        elif self.lattice.name == "elbo_exact":
+            window = self.group.windows[row]
+            begin = len(window.context)
+            target = slice(begin, begin + len(window.target))
+            order["token_logprobs"] = tuple(self.shares[row, target].tolist())
         return self.lattice.score(totals, paths, **order)
 
 
@@ -239,13 +271,13 @@ class Orders(ScoreAccumulator):
         while (unfinished := state > 0).any():
             following = after[block, state] * unfinished  # (B,) finished blocks stay at 0, the empty set
             picked = from_bitmask(state & ~following, columns.shape[1])  # (B, W)
-            b, position = picked.nonzero().unbind(1)  # (c,)
-            cell = row[b], columns[b, position]
-            at = b, state[b], position
-            self.reveal_steps[cell] = step
-            self.log_probs[cell] = chunk.log_probs[at]
+            b, position = picked.nonzero().unbind(1)  # (c,) each
+            in_rows = (row[b], columns[b, position])
+            in_chunk = (b, state[b], position)
+            self.reveal_steps[in_rows] = step
+            self.log_probs[in_rows] = chunk.log_probs[in_chunk]
             for t, plane in enumerate(self.statistics.values()):
-                plane[cell] = chunk.statistics[..., t][at]
+                plane[in_rows] = chunk.statistics[..., t][in_chunk]
             tied = unfinished & near_tie[block, state]  # (B,)
             # As in `ScoreAccumulator.add`. Every step counts as one that argmax decoding would miss, and starts from
             # masks alone are not counted on a path.
@@ -270,10 +302,12 @@ def every_set(group: WindowGroup, fresh: Lanes, chunk_number: int) -> Lanes:
     # Bit n of a subset is the n-th masked position of the block, not its n-th column: a context or known targets may
     # take the first ones.
     nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W)
-    masked = lanes.masked & (subset[:, None] >> nth & 1).bool()  # (R, W)
+    in_subset = (subset[:, None] >> nth & 1).bool()  # (R, W)
+    masked = lanes.masked & in_subset  # (R, W)
+    shown = lanes.show(group.rows.targets(lanes), masked)
     chunk = torch.full_like(block, chunk_number)  # (R,)
-    memory = tuple(plane[:, None].expand_as(masked) for plane in (chunk, block))
-    return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
+    memory = (chunk[:, None].expand_as(masked), block[:, None].expand_as(masked))
+    return dataclasses.replace(shown, memory=memory)
 
 
 def belonging(lanes: Lanes) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -282,7 +316,8 @@ def belonging(lanes: Lanes) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     Read from the memory that `every_set` gives to lanes; a call may hold lanes of several chunks.
     """
     chunk, block = (plane[:, 0] for plane in lanes.memory)  # (R,) each: the same at every position
-    return {n: chunk == n for n in chunk.unique().tolist()}, block
+    lanes_of_chunk = {n: chunk == n for n in chunk.unique().tolist()}
+    return lanes_of_chunk, block
 
 
 def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -300,22 +335,24 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     full = to_bitmask(masked)  # (B,)
     counts = masked.sum(1).tolist()  # (B,)
     for size in range(1, wide + 1):
-        # every set of this size, its positions, and the sets that revealing each of them leaves
-        state, position, rest = (indices.to(table.device) for indices in sets(wide, size))  # (n,), (n, size), (n, size)
+        # every set of this size (n,), its positions, and the sets that revealing each of them leaves (n, size)
+        state, position, rest = (indices.to(table.device) for indices in sets(wide, size))
         w = table[:, state[:, None], position]  # (B, n, size) NaN for sets that are no state of the block
         mean[:, state] = (w + mean[:, rest]).mean(2)
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
         oracle[:, state], choice = (w + oracle[:, rest]).max(2)
-        best[:, state] = rest.expand(blocks, -1, -1).gather(2, choice[:, :, None])[:, :, 0]
+        after = rest.expand(blocks, -1, -1)  # (B, n, size)
+        best[:, state] = after.gather(2, choice[:, :, None])[:, :, 0]
 
         # an order passes a given set of `size` of m masked positions with probability 1 / C(m, size)
-        chance = table.new_tensor([1 / max(1, math.comb(m, size)) for m in counts])  # (B,)
+        chances = [1 / max(1, math.comb(m, size)) for m in counts]
+        chance = table.new_tensor(chances)  # (B,)
         is_state = (state & ~full[:, None] == 0)[:, :, None]  # (B, n, 1)
         part = torch.where(is_state, w, 0.0) * chance[:, None, None] / size  # (B, n, size)
         share.scatter_add_(1, position.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)
-    values = torch.stack([mean[block, full], mixture[block, full], oracle[block, full]], 1)  # (B, 3)
-    return values, share, best
+    values = [by_state[block, full] for by_state in (mean, mixture, oracle)]  # (B,) each
+    return torch.stack(values, 1), share, best
 
 
 @lru_cache(maxsize=128)

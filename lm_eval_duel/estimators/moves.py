@@ -24,7 +24,7 @@ Planes: TypeAlias = dict[str, torch.Tensor]  # (X, ...) each: what a sampler kee
 
 
 class StateLevel(NamedTuple):
-    """Sets of masked positions of one size, X of them, at which a step may begin."""
+    """Some sets of masked positions, all of one size, at which a step may begin."""
 
     block: torch.Tensor  # (X,)
     first: torch.Tensor  # (X,) how many positions are masked as the block begins
@@ -41,32 +41,49 @@ class Moves(NamedTuple):
 
 def from_bitmask(number: torch.Tensor, wide: int) -> torch.Tensor:
     """The positions of bit masks: (X,) -> (X, W) bool."""
-    return (number[:, None] >> torch.arange(wide, device=number.device) & 1).bool()
+    position = torch.arange(wide, device=number.device)  # (W,)
+    return (number[:, None] >> position & 1).bool()
 
 
 def to_bitmask(positions: torch.Tensor) -> torch.Tensor:
     """The bit mask of positions, the sum of 2^position: (X, W) bool -> (X,)."""
-    return (positions.long() << torch.arange(positions.shape[1], device=positions.device)).sum(1)
+    position = torch.arange(positions.shape[1], device=positions.device)  # (W,)
+    return (positions.long() << position).sum(1)
 
 
 def log_sums(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
-    """The logsumexp of the values (I, ...) at each of `count` places, (count, ...); `at` (I,): the place of a value."""
-    index = at.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    top = values.new_full((count, *values.shape[1:]), -math.inf).scatter_reduce(0, index, values, "amax")
-    top = top.clamp(min=torch.finfo(values.dtype).min)
-    return torch.zeros_like(top).index_add_(0, at, (values - top[at]).exp()).log() + top
+    """The logsumexp of the values (I,) at each of `count` places, (count,); `at` (I,): the place of a value."""
+    top = largest_at(values, at, count)
+    sums = torch.zeros_like(top).index_add_(0, at, (values - top[at]).exp())
+    return sums.log() + top
 
 
-def independent(state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor, count: torch.Tensor) -> Moves:
+def largest_at(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    """The largest of the values (I,) at each of `count` places, (count,), to be subtracted before `exp`.
+
+    Where all are -inf it is finite, so that the difference is -inf and not NaN.
+    """
+    largest = values.new_full((count,), -math.inf).scatter_reduce(0, at, values, "amax")
+    return largest.clamp(min=torch.finfo(values.dtype).min)
+
+
+def independent(
+    state: torch.Tensor,
+    log_in: torch.Tensor,
+    log_out: torch.Tensor,
+    count: torch.Tensor,
+) -> Moves:
     """The subsets whose probability is a product over positions, of log_in for members and log_out for others.
 
     `state` (c,): the state of each product; log_in, log_out (c, W); `count` (2, c): the least and the most members.
     """
     possible = (log_in > -math.inf).long()  # (c, W)
     later = possible.flip(1).cumsum(1).flip(1) - possible  # (c, W) possible members after each position
-    product = torch.arange(len(state), device=state.device)  # (I,) of each partial subset
+
+    # Partial subsets, which say of every position so far whether it is a member. At each position they split in two.
+    product = torch.arange(len(state), device=state.device)  # (I,) the product that each belongs to
     members = torch.zeros_like(state)  # (I,) how many it has
-    chosen = torch.zeros_like(state)  # (I,)
+    chosen = torch.zeros_like(state)  # (I,) which ones, as a bit mask
     log_p = log_in.new_zeros(len(state))  # (I,)
     for position in range(log_in.shape[1]):
         least, most = count[:, product]
@@ -83,7 +100,12 @@ def independent(state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor
     return Moves(state[product], chosen, log_p)
 
 
-def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: torch.Tensor) -> Moves:
+def in_turn(
+    level: StateLevel,
+    log_p: torch.Tensor,
+    score: torch.Tensor,
+    count: torch.Tensor,
+) -> Moves:
     """Subsets of `count` (X,) positions, drawn one after the other without replacement by weights exp(score) (X, W).
 
     `log_p` (X, W): of the targets. The sum over the orders in which a subset is drawn (Plackett and Luce).
@@ -93,30 +115,44 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
     moves = Moves(state, torch.zeros_like(state), score.new_zeros(len(score)))
     for turn in range(int(count.max())):
         left = level.masked[moves.state] & ~from_bitmask(moves.chosen, wide)  # (I, W)
-        total = score[moves.state].masked_fill(~left, -math.inf).logsumexp(1)  # (I,)
+        weights = score[moves.state].masked_fill(~left, -math.inf)  # (I, W)
+        total = weights.logsumexp(1)  # (I,)
+
+        # a subset that is not complete grows by each position that is left
         growing = count[moves.state] > turn  # (I,)
         i, position = (left & growing[:, None]).nonzero().unbind(1)
         before = moves.state[i]
-        more = moves.log_p[i] + score[before, position] - total[i] + log_p[before, position]
+        grown = moves.log_p[i] + score[before, position] - total[i] + log_p[before, position]
+
+        # the same subset in another order: their probabilities are added
         states = torch.cat([moves.state[~growing], before])
         chosen = torch.cat([moves.chosen[~growing], moves.chosen[i] | (1 << position)])
+        log_ps = torch.cat([moves.log_p[~growing], grown])
         pairs, at = torch.stack([states, chosen], 1).unique(dim=0, return_inverse=True)
-        merged = log_sums(torch.cat([moves.log_p[~growing], more]), at, len(pairs))
-        moves = Moves(pairs[:, 0], pairs[:, 1], merged)
+        moves = Moves(pairs[:, 0], pairs[:, 1], log_sums(log_ps, at, len(pairs)))
     return moves
 
 
-def arrivals(log_leave: torch.Tensor, moves: Moves, new: torch.Tensor, count: int) -> torch.Tensor:
-    """The log of the sum over moves (I,) of exp(log_leave (X, T) of their state + log P), at their places `new` (I,)
-    of `count`, (count, T): the product of a sparse matrix, of numbers up to 1, and a dense one."""
+def arrivals(
+    log_leave: torch.Tensor,
+    moves: Moves,
+    new: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """log p of arriving at each of `count` sets at each step, (count, T): sums over the moves (I,) that end there.
+
+    `log_leave` (X, T): log p of leaving each state. `new` (I,): the place of the set at which a move ends. It is the
+    product of a sparse matrix, of numbers up to 1, and a dense one.
+    """
     least = torch.finfo(log_leave.dtype).min
     most = log_leave.amax(1).clamp(min=least)  # (X,)
     values = most[moves.state] + moves.log_p  # (I,)
-    top = values.new_full((count,), -math.inf).scatter_reduce(0, new, values, "amax").clamp(min=least)  # (count,)
-    values = (values - top[new]).exp()
-    place = torch.stack([new, moves.state])
-    matrix = torch.sparse_coo_tensor(place, values, (count, len(log_leave)), check_invariants=False)
-    return (matrix @ (log_leave - most[:, None]).exp()).log() + top[:, None]
+    top = largest_at(values, new, count)
+    place = torch.stack([new, moves.state])  # (2, I)
+    shape = (count, len(log_leave))
+    matrix = torch.sparse_coo_tensor(place, (values - top[new]).exp(), shape, check_invariants=False)
+    leave = (log_leave - most[:, None]).exp()  # (X, T)
+    return (matrix @ leave).log() + top[:, None]
 
 
 # A step of SampledOrder with alg=origin reveals each masked position with its share, or none: so a set is left at any
@@ -126,7 +162,8 @@ def arrivals(log_leave: torch.Tensor, moves: Moves, new: torch.Tensor, count: in
 def leaving(arrived: torch.Tensor, shares: torch.Tensor, size: int) -> torch.Tensor:
     """log p that sets of `size` positions, reached before steps (X, T), are still there at each step, (X, T)."""
     log_stay = torch.log1p(-shares[:-1])  # (T - 1,) of one position at one step; none stays at the last
-    log_kept = size * torch.cat([log_stay.new_zeros(1), log_stay.cumsum(0)])  # (T,) up to each step
+    log_stayed = torch.cat([log_stay.new_zeros(1), log_stay.cumsum(0)])  # (T,) of one position up to each step
+    log_kept = size * log_stayed  # (T,) of all of them
     return (arrived - log_kept).logcumsumexp(1) + log_kept
 
 
@@ -134,7 +171,9 @@ def log_chance(shares: torch.Tensor, size: int, left: torch.Tensor) -> torch.Ten
     """log p that each step reveals given positions of `size` and leaves the others, (x, T); `left` (x,): how many."""
     revealed = (size - left)[:, None]  # (x, 1)
     others = left[:, None]  # (x, 1)
-    return revealed * shares.log() + torch.where(others > 0, others * torch.log1p(-shares), 0.0)
+    # the last share is 1, whose log1p is -inf: 0 times that would be NaN
+    log_left = torch.where(others > 0, others * torch.log1p(-shares), 0.0)  # (x, T)
+    return revealed * shares.log() + log_left
 
 
 COUNTS = {"even": even_counts, "dream": dream_counts}
@@ -176,9 +215,7 @@ class StepCounts:
         return 0
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
-        """The number of positions that the next step of each lane reveals, (R,); 0 for a lane that no step begins
-        with.
-        """
+        """The number of positions that the next step of each lane reveals, (R,); 0 where no step begins."""
         return self.of_sizes(lanes.in_target.sum(1), lanes.masked.sum(1))
 
     def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

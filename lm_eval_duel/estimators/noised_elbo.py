@@ -3,9 +3,9 @@
     -log p(x_0) <= KL(q(x_T | x_0) || p(x_T)) + sum_i E_{q(x_i | x_0)} KL(q(x_{i-1} | x_i, x_0) || k(x_{i-1} | x_i))
 
 The generative process starts from noise and draws all positions of x_{i-1} from k, given the network's output for x_i.
-Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i and its noisy text x_i; its value is the
+Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i and its noisy text x_i. Its value is the
 exact KL (core/noise.py) divided by the probability of i. Small i are drawn more often: few positions are noisy there,
-but they carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t. With
+but these carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t. With
 self_conditioning=chain a draw is a whole path x_T, ..., x_1 with all T terms.
 
 Shapes: L row length, R lanes, W span width, S replicates, V tokens, C positions.
@@ -34,8 +34,9 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.elbo import MonteCarloBound
 
-CHANGE = 5  # key of the random numbers: whether a position keeps its token, or shows [MASK] or a random one
-TOKEN = 6  # key of the random numbers: which random token it shows
+# keys of the random numbers
+CHANGE = 5  # whether a position keeps its token, or shows [MASK] or a random one
+TOKEN = 6  # which random token it shows
 COMPARED = 4  # statistics of predictions that row checks compare (`Predictions.compared`)
 
 
@@ -133,8 +134,10 @@ class NoisedElbo(MonteCarloBound):
         return step.double() + 1, 1 / self.step_shares[step]
 
     @property
-    def evaluated(self) -> UnmaskingRule:
-        return EvaluateAll() if self.conditioning == "none" else KeepLogits()
+    def rule_of_draws(self) -> UnmaskingRule:
+        if self.conditioning == "none":
+            return EvaluateAll()
+        return KeepLogits()
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         return super().score_group(dataclasses.replace(group, opened=partial(NoisedView, self)))
@@ -143,8 +146,10 @@ class NoisedElbo(MonteCarloBound):
         """Each draw as a lane. Its memory is all that its random numbers depend on, the same at every position."""
         stratum = self.strata(group, lanes, draw)  # (R,)
         window_key = group.keys[lanes.row]  # (R,)
-        memory = tuple(plane[:, None].expand_as(lanes.masked) for plane in (stratum, window_key, draw))
-        return dataclasses.replace(lanes, memory=memory)
+        memory = []
+        for plane in (stratum, window_key, draw):
+            memory.append(plane[:, None].expand_as(lanes.masked))  # (R, W)
+        return dataclasses.replace(lanes, memory=tuple(memory))
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         nats = cast(NoisedTerms, step.evaluated).nats  # (R, W)
@@ -164,8 +169,9 @@ class NoisedElbo(MonteCarloBound):
         s, t, rest, weight = view.times(lanes)
         clean = self.token_index[group.rows.targets(lanes)]  # (R, W)
         noisy = view.noisy(lanes, clean, self.noise.level(t, rest), 0)
-        row = group.rows.ids[0].repeat(len(number), 1).scatter(1, lanes.columns, view.ids(noisy))  # (R, L)
-        return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), row.tolist(), strict=True))
+        rows = group.rows.ids[0].repeat(len(number), 1)  # (R, L)
+        rows = rows.scatter(1, lanes.columns, view.ids(noisy))
+        return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), rows.tolist(), strict=True))
 
 
 def as_trained(arguments: NoisedElboArguments, trained: noises.NoiseTraining) -> NoisedElboArguments:
@@ -220,9 +226,9 @@ class NoisedView(Evaluator):
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> NoisedTerms:
         """The weighted terms of draws: each draw's sum is an unbiased estimate of the bound."""
         clean = self.bound.token_index[self.rows.targets(lanes)]  # (R, W)
-        terms_of = self._chain if self.bound.conditioning == "chain" else self._step
+        follows_path = self.bound.conditioning == "chain"
         try:
-            value = terms_of(lanes, clean)
+            value = self._chain(lanes, clean) if follows_path else self._step(lanes, clean)
         finally:  # a pass that runs out of memory is counted, too
             self.forwards = self.network.forwards
             self.evaluated = self.network.evaluated
@@ -270,8 +276,12 @@ class NoisedView(Evaluator):
 
     def _chain(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
         """All T terms on one path of each draw, (R, W): the network reads its own output of the noisier step."""
-        steps = torch.arange(int(self.steps) + 1, device=clean.device).double()[:, None, None]  # (T + 1, 1, 1)
-        levels = [self.noise.level(step / self.steps, (self.steps - step) / self.steps) for step in steps]
+        steps = torch.arange(int(self.steps) + 1, device=clean.device).double()  # (T + 1,)
+        steps = steps[:, None, None]  # (T + 1, 1, 1)
+        levels = []
+        for step in steps:
+            rest = (self.steps - step) / self.steps  # (1, 1)
+            levels.append(self.noise.level(step / self.steps, rest))
 
         # forwards: x_0, x_1, ..., x_T, each from the one before
         path = [clean]
@@ -308,11 +318,13 @@ class NoisedView(Evaluator):
         shift = torch.zeros_like(clean, dtype=torch.float64)  # (R, W)
         if self.bound.arguments.prediction == "denoiser":
             shift = noises.as_plugin(now, observed.masked)
-        ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(clean.shape)  # (R, W)
+        ratio = torch.where(before.u > 0, before.a / before.u, 0.0)  # (R, 1)
+        ratio = ratio.expand(clean.shape)  # (R, W)
 
         all_logits = None
         parts = []
-        for part, row, logits in self.network.predictions(lanes, self.ids(noisy), t[:, 0], past).by_lanes():
+        predictions = self.network.predictions(lanes, self.ids(noisy), t[:, 0], past)
+        for part, row, logits in predictions.by_lanes():
             of_positions = logits[row]  # (c, V)
             masked = lanes.masked[part]  # (r, W)
             if self.bound.conditioning == "chain":

@@ -45,8 +45,10 @@ class MonteCarlo:
         """The reason that a value with this spec has no standard error."""
         count = str(spec.get(self.argument, ""))
         few = count.isdecimal() and int(count) < self.least
-        why = f"{self.argument}={count}; it takes {self.least} or more" if few else self.no_error
-        return f"{self.error} error not known ({why})"
+        reason = self.no_error
+        if few:
+            reason = f"{self.argument}={count}; it takes {self.least} or more"
+        return f"{self.error} error not known ({reason})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +101,13 @@ class Entry:
 
     def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
         """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
-        eps = least_level(spec) if self.kind.is_bound else 0.0
-        labels = [self.named.format(f"{key}={spec[key]}") for key in self.label_args if key in spec]
-        return [f"eps={eps:g}: no bound", *labels] if eps else labels
+        qualifiers = []
+        if self.kind.is_bound and least_level(spec):
+            qualifiers.append(f"eps={least_level(spec):g}: no bound")
+        for key in self.label_args:
+            if key in spec:
+                qualifiers.append(self.named.format(f"{key}={spec[key]}"))
+        return qualifiers
 
     @property
     def title(self) -> str:
@@ -114,11 +120,15 @@ class Entry:
 
 def _process(spec: Mapping[str, Any]) -> str:
     steps = spec.get("steps", "inf")
-    return f"of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
+    if steps == "inf":
+        steps = "infinitely many"
+    return f"of ancestral sampling in {steps} steps"
 
 
 def _given_the_noise(spec: Mapping[str, Any]) -> str:
-    return f"given the noise of seed {spec['noise_seed']}" if "noise_seed" in spec else ""
+    if "noise_seed" not in spec:
+        return ""
+    return f"given the noise of seed {spec['noise_seed']}"
 
 
 def _over_seeds(spec: Mapping[str, Any]) -> str:
@@ -137,10 +147,15 @@ def _check_noised(options: Options) -> None:
 
 
 def _check_two_phase(options: Options) -> None:
-    for name in ("top_k", "top_p", "compile"):
+    impossible = "a text of probability 0 has no differences"
+    reasons = {
+        "top_k": impossible,
+        "top_p": impossible,
+        "compile": "its layers take no kept keys",
+    }
+    for name, reason in reasons.items():
         if getattr(options, name):
-            why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
-            raise DuelError(f"estimator=two_phase does not support {name}: {why}. Use estimator=duel.")
+            raise DuelError(f"estimator=two_phase does not support {name}: {reason}. Use estimator=duel.")
     if options.backend == "remote":
         raise DuelError("estimator=two_phase cannot cache a checkpoint's code (backend=remote). Use estimator=duel.")
 

@@ -130,37 +130,42 @@ class SetAccumulator:
         self.group = group
         self.sampler = sampler
         self.chunks: dict[int, SetChunk] = {}
-        self.waiting = [len(sampler.blocks(window)) for window in group.windows]  # blocks that are missing
-        windows = len(group.windows)  # of each, over its finished blocks:
-        self.log_prob = [0.0] * windows
-        self.is_greedy = [True] * windows
-        self.nfe: list[int | None] = [0] * windows
+        # of each window: the number of blocks that are missing, and the sums over those that are finished
+        self.waiting = [len(sampler.blocks(window)) for window in group.windows]
+        count = len(group.windows)
+        self.log_prob = [0.0] * count
+        self.is_greedy = [True] * count
+        self.nfe: list[int | None] = [0] * count
 
     def states(self) -> Iterator[Lanes]:
         """Every set of every block with which a step may begin, one chunk of blocks after the other."""
         spans = self.sampler.block_spans(self.group)
         wide = max(width for _, _, width in spans)
-        steps = 1 if (shares := self.sampler.shares) is None else len(shares)
-        most = TABLE // ((wide * wide + steps) << wide)  # blocks of a chunk
+        shares = self.sampler.shares
+        steps = 1 if shares is None else len(shares)
+        values_of_block = (wide * wide + steps) << wide  # of a set, W of the draw at each of W positions
+        most_blocks = TABLE // values_of_block
 
-        def size(room: int) -> int:  # a chunk fills several calls
-            return min(max(4 * room, STATES) >> wide, most)
+        def blocks_of_chunk(room: int) -> int:
+            sets = max(4 * room, STATES)  # a chunk fills several calls
+            return min(sets >> wide, most_blocks)
 
-        for begun, (fresh, _) in enumerate(self.sampler.batches(self.group, spans, size, EVALUATE_ALL)):
-            lanes = every_set(self.group, fresh, begun)
+        chunks = self.sampler.batches(self.group, spans, blocks_of_chunk, EVALUATE_ALL)
+        for n, (fresh, _) in enumerate(chunks):
+            lanes = every_set(self.group, fresh, n)
             lanes = lanes.select(self.sampler.begins(lanes))
-            self.chunks[begun] = SetChunk(fresh, len(lanes))
+            self.chunks[n] = SetChunk(fresh, len(lanes))
             yield lanes
 
     def add(self, step: Step) -> None:
         """Enter what was read at some sets."""
-        read = self.sampler.planes(step)
+        planes = self.sampler.planes(step)
         lanes_of_chunk, block = belonging(step.lanes)  # (R,) each
         state = to_bitmask(step.lanes.masked)  # (R,)
         for n, members in lanes_of_chunk.items():
             chunk = self.chunks[n]
             count, wide = chunk.lanes.masked.shape
-            for name, plane in read.items():
+            for name, plane in planes.items():
                 # a chunk may be narrower than the call, whose lanes come from several chunks
                 index: tuple[torch.Tensor | slice, ...] = (members, *[slice(wide)] * (plane.dim() - 1))
                 part = plane[index]
@@ -177,38 +182,49 @@ class SetAccumulator:
         complete = [n for n, chunk in self.chunks.items() if not chunk.missing]
         for n in complete:
             chunk = self.chunks.pop(n)
-            values = swept(chunk, self.sampler).tolist()
-            greedy = decoded(chunk).tolist()
-            counts = chunk.lanes.masked.sum(1).tolist()
-            for row, value, is_greedy, m in zip(chunk.lanes.row.tolist(), values, greedy, counts, strict=True):
-                self.log_prob[row] += value
-                self.is_greedy[row] &= is_greedy
-                self.nfe[row] = known_sum(self.nfe[row], self.sampler.steps(m))
+            log_prob = sum_over_orders(chunk, self.sampler).tolist()
+            is_greedy = decoded(chunk).tolist()
+            sizes = chunk.lanes.masked.sum(1).tolist()
+            for block, row in enumerate(chunk.lanes.row.tolist()):
+                steps = self.sampler.steps(sizes[block])
+                self.log_prob[row] += log_prob[block]
+                self.is_greedy[row] &= is_greedy[block]
+                self.nfe[row] = known_sum(self.nfe[row], steps)
                 self.waiting[row] -= 1
                 if not self.waiting[row]:
                     yield row, Score(self.log_prob[row], self.is_greedy[row], nfe=self.nfe[row])
 
 
-def swept(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
-    """log p of each block, (B,): sums over its sets, from all positions masked to none, larger sets first."""
+def sum_over_orders(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
+    """log p of each block, (B,): sums over its sets, from all positions masked to none, larger sets first.
+
+    The key of set S of block b is b 2^W + S.
+    """
     masked = chunk.lanes.masked  # (B, W)
     count, wide = masked.shape
-    shares = None if sampler.shares is None else sampler.shares.to(masked.device)  # (T,)
-    steps = 1 if shares is None else len(shares)
+    shares = sampler.shares
+    steps = 1
+    if shares is not None:
+        shares = shares.to(masked.device)  # (T,)
+        steps = len(shares)
     arrived = chunk.planes["log_probs"].new_full((count << wide, steps), -math.inf)  # (B S, T) log alpha
-    start = torch.arange(count, device=masked.device) << wide  # (B,) the number of each block's empty set
-    arrived[start + to_bitmask(masked), 0] = 0
+    empty_set = torch.arange(count, device=masked.device) << wide  # (B,) its key
+    arrived[empty_set + to_bitmask(masked), 0] = 0
     planes = {name: plane.flatten(0, 1) for name, plane in chunk.planes.items()}  # (B S, ...) each
-    sizes = from_bitmask(torch.arange(len(arrived), device=masked.device), wide).sum(1)  # (B S,)
+    every_key = torch.arange(len(arrived), device=masked.device)  # (B S,)
+    sizes = from_bitmask(every_key, wide).sum(1)  # (B S,)
     value = arrived.new_full((count,), -math.inf)  # (B,)
     for size in range(wide, 0, -1):
-        key = ((sizes == size) & (arrived > -math.inf).any(1)).nonzero()[:, 0]  # (X,)
+        is_reached = (arrived > -math.inf).any(1)  # (B S,)
+        key = ((sizes == size) & is_reached).nonzero()[:, 0]  # (X,)
         if not len(key):
             continue
         block = key >> wide  # (X,)
         level = StateLevel(block, masked.sum(1)[block], from_bitmask(key, wide))
-        moves = sampler.moves(level, {name: plane[key] for name, plane in planes.items()})
-        reached, new = (key[moves.state] & ~moves.chosen).unique(return_inverse=True)  # (x,)
+        planes_of_level = {name: plane[key] for name, plane in planes.items()}
+        moves = sampler.moves(level, planes_of_level)
+        key_after = key[moves.state] & ~moves.chosen  # (I,)
+        reached, new = key_after.unique(return_inverse=True)  # (x,), (I,)
         log_leave = arrived[key]  # (X, T)
         if shares is not None:
             log_leave = leaving(log_leave, shares, size)
@@ -216,11 +232,12 @@ def swept(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
         if shares is not None:
             sums = sums + log_chance(shares, size, sizes[reached])
 
-        done = sizes[reached] == 0  # (x,)
-        of_block = reached[done] >> wide
-        value[of_block] = value[of_block].logaddexp(sums[done].logsumexp(1))
+        is_finished = sizes[reached] == 0  # (x,)
+        finished = reached[is_finished] >> wide  # blocks
+        value[finished] = value[finished].logaddexp(sums[is_finished].logsumexp(1))
         if shares is not None:  # a set is left at a later step than that at which it was reached
-            sums = torch.cat([torch.full_like(sums[:, :1], -math.inf), sums[:, :-1]], 1)
+            never = torch.full_like(sums[:, :1], -math.inf)
+            sums = torch.cat([never, sums[:, :-1]], 1)
         arrived[reached] = arrived[reached].logaddexp(sums)
     return value
 
@@ -234,7 +251,8 @@ def decoded(chunk: SetChunk) -> torch.Tensor:
     written = torch.ones_like(state, dtype=torch.bool)  # (B,)
     while ((state > 0) & written).any():
         written &= ~(chunk.planes["missed"][block, state].any(1) & (state > 0))
-        state = torch.where(written, state & ~to_bitmask(chunk.planes["pick"][block, state]), 0)
+        pick = to_bitmask(chunk.planes["pick"][block, state])  # (B,)
+        state = torch.where(written, state & ~pick, 0)
     return written
 
 
@@ -267,7 +285,8 @@ class SampledConfidence(SetSampler, DuelEstimator):
         **layout: Any,
     ):
         self.arguments = arguments or ConfidenceArguments()
-        super().__init__(denoiser, block, rule=BestDrawn.from_arguments(denoiser, self.arguments), **layout)
+        rule = BestDrawn.from_arguments(denoiser, self.arguments)
+        super().__init__(denoiser, block, rule=rule, **layout)
 
     def describe(self) -> dict[str, object]:
         return {**Estimator.describe(self), **self.arguments.describe()}
@@ -290,7 +309,8 @@ class SampledConfidence(SetSampler, DuelEstimator):
         """
         samples = super().stream_samples(contexts, length, **settings)
         if not scored:
-            yield from ((n, _unscored(sample)) for n, sample in samples)
+            for n, sample in samples:
+                yield n, _unscored(sample)
             return
         suffixes = settings.get("suffixes") or [()] * len(contexts)
         waiting = []
@@ -302,17 +322,25 @@ class SampledConfidence(SetSampler, DuelEstimator):
         yield from self._with_scores(contexts, suffixes, waiting)
 
     def _with_scores(
-        self, contexts: Sequence[Ids], suffixes: Sequence[Ids], samples: list[tuple[int, Sample]]
-    ) -> list[tuple[int, Sample]]:
-        """The samples with the log-probabilities of their texts, counted as samples only."""
+        self,
+        contexts: Sequence[Ids],
+        suffixes: Sequence[Ids],
+        samples: list[tuple[int, Sample]],
+    ) -> Iterator[tuple[int, Sample]]:
+        """The samples with the log-probabilities of their texts. Scoring counts as work, not as more windows."""
+        windows = []
+        for n, sample in samples:
+            windows.append(Window(contexts[n], sample.tokens, suffixes[n], sample.tail))
         scorer = self.with_counts(Counts(), self.row_checks)
-        windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
         scores = scorer.log_prob(windows)
         self.counts.add_work(scorer.counts)
-        return [
-            (n, dataclasses.replace(_unscored(sample), log_prob=score.log_prob, is_greedy=score.is_greedy))
-            for (n, sample), score in zip(samples, scores, strict=True)
-        ]
+        for (n, sample), score in zip(samples, scores, strict=True):
+            with_score = dataclasses.replace(
+                _unscored(sample),
+                log_prob=score.log_prob,
+                is_greedy=score.is_greedy,
+            )
+            yield n, with_score
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[rules.Rule, Draw]:
         draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
@@ -321,7 +349,9 @@ class SampledConfidence(SetSampler, DuelEstimator):
     # ------------------------------------------------------------ steps
 
     def steps(self, m: int) -> int | None:
-        return len(self.rule.counts.of_block(m)) if self.arguments.tau is None else None
+        if self.arguments.tau is not None:  # the number depends on the text
+            return None
+        return len(self.rule.counts.of_block(m))
 
     def planes(self, step: Step) -> Planes:
         drawn = self.rule.against(step.predictions, step.tokens)
@@ -358,8 +388,9 @@ class SampledConfidence(SetSampler, DuelEstimator):
         """
         masked = level.masked  # (X, W)
         score = planes["score"]  # (X, W)
-        # a draw above `tau` is kept with all others above it, so it does not rank last
-        state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
+        # if the draw that ranks last is above `tau`, so are all others, and `_above` counts them
+        may_be_last = masked & ~above & (count > 0)[:, None]  # (X, W)
+        state, last = may_be_last.nonzero().unbind(1)  # (c,) each
         position = torch.arange(masked.shape[1], device=last.device)  # (W,)
         is_last = position == last[:, None]  # (c, W)
 
@@ -422,14 +453,17 @@ class SampledOrder(SetSampler):
         """The number of positions that a step reveals; None: it is drawn."""
         if self.arguments.alg == "origin":
             return None
-        return StepCounts(steps=self.arguments.steps, schedule="even" if self.arguments.alg == "random" else "dream")
+        schedule = "even" if self.arguments.alg == "random" else "dream"
+        return StepCounts(steps=self.arguments.steps, schedule=schedule)
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), **self.arguments.describe()}
 
     @property
     def shares(self) -> torch.Tensor | None:
-        return dream_shares(self.arguments.steps).double() if self.arguments.alg == "origin" else None
+        if self.arguments.alg != "origin":
+            return None
+        return dream_shares(self.arguments.steps).double()
 
     def planes(self, step: Step) -> Planes:
         score = torch.zeros_like(step.log_prob)  # (R, W)
@@ -440,8 +474,9 @@ class SampledOrder(SetSampler):
         return {"log_probs": step.log_prob, "score": score / (self.arguments.alg_temp or 1.0)}
 
     def begins(self, lanes: Lanes) -> torch.Tensor:
-        masked = lanes.masked.sum(1)  # (R,)
-        return masked > 0 if self.counted is None else self.counted.of_lanes(lanes) > 0
+        if self.counted is None:
+            return lanes.masked.any(1)
+        return self.counted.of_lanes(lanes) > 0
 
     def moves(self, level: StateLevel, planes: Planes) -> Moves:
         """The moves of positions drawn one after the other; as a product if all sets of a size are alike."""
@@ -450,18 +485,16 @@ class SampledOrder(SetSampler):
         size = masked.sum(1)  # (X,)
         every = torch.arange(len(masked), device=masked.device)  # (X,)
         log_in = log_p.where(masked, -math.inf)
-        least = torch.ones_like(size)  # (X,)
-        most = size
-        if self.counted is not None:
-            count = self.counted.of_sizes(level.first, size)  # (X,)
-            if self.arguments.alg != "random":
-                return in_turn(level, log_p, planes["score"], count)
-            least = count
-            most = count
-        moves = independent(every, log_in, torch.zeros_like(log_in), torch.stack([least, most]))
-        if self.counted is not None:
-            n = size.double()
-            k = most.double()
-            ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,) log of n over k
-            moves = moves._replace(log_p=moves.log_p - ways[moves.state])
-        return moves
+        log_out = torch.zeros_like(log_in)  # positions that stay masked have no factor here
+        if self.counted is None:  # any number of positions; `log_chance` has the shares
+            members = torch.stack([torch.ones_like(size), size])  # (2, X) the least and the most
+            return independent(every, log_in, log_out, members)
+
+        count = self.counted.of_sizes(level.first, size)  # (X,)
+        if self.arguments.alg != "random":
+            return in_turn(level, log_p, planes["score"], count)
+        moves = independent(every, log_in, log_out, torch.stack([count, count]))
+        n = size.double()
+        k = count.double()
+        log_ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,) log of n over k
+        return moves._replace(log_p=moves.log_p - log_ways[moves.state])

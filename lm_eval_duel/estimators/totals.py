@@ -41,26 +41,42 @@ class Total:
     summed: Value = NOTHING  # without its error, which `stderr` gives
     windows: int = 0
     tokens: int = 0  # that are scored
-    is_greedy: bool = True  # of all windows
+    is_greedy: bool = True  # in all windows
     nfe: int | None = 0  # rule steps; None: more than one order
     near_ties: int | None = 0  # None: the rule does not know
     blocks: BlockSums | None = None  # of a two-phase estimate
     others: dict[str, Total] | None = None
-    # hash of a window: how often it came, its Monte Carlo error, its drawn blocks
+    # by the hash of a window: how often it occurs, its Monte Carlo error, its drawn blocks
     errors: dict[int, tuple[int, float, int]] | None = None
-    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sums of log_prob^2, of log_prob x tokens, of tokens^2
+    # sums over windows of log_prob^2, of log_prob x tokens, and of tokens^2
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @classmethod
-    def from_scores(cls, windows: Sequence[Window], scores: Sequence[Score], name: str) -> Total:
-        """The sum over the windows of a document; `name`: of the value, that of the estimator."""
-        return cls.from_parts(cls.from_score(*pair, name) for pair in zip(windows, scores, strict=True))
+    def from_scores(
+        cls,
+        windows: Sequence[Window],
+        scores: Sequence[Score],
+        name: str,
+    ) -> Total:
+        """The sum over the windows of a document; `name`: that of the estimator."""
+        total = cls()
+        for window, score in zip(windows, scores, strict=True):
+            total.merge(cls.from_score(window, score, name))
+        return total
 
     @classmethod
     def from_score(cls, window: Window, score: Score, name: str) -> Total:
         """The score of one window."""
         tokens = window.scored_tokens
-        error = score.stderr if score.blocks is None else score.blocks.error
-        drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
+        error = score.stderr
+        drawn = 0
+        if score.blocks is not None:
+            error = score.blocks.error  # known however few blocks were drawn, unlike `stderr`
+        if isinstance(score.blocks, TwoPhaseBlocks):
+            drawn = score.blocks.drawn
+        others = {}
+        for key, other in score.others.items():
+            others[key] = cls.from_score(window, other, key)
         return cls(
             name=name,
             summed=score.value.with_nats(score.log_prob),
@@ -70,7 +86,7 @@ class Total:
             nfe=score.nfe,
             near_ties=score.near_ties,
             blocks=score.blocks,
-            others={key: cls.from_score(window, other, key) for key, other in score.others.items()} or None,
+            others=others or None,
             errors=None if error is None else {hash(window): (1, error, drawn)},
             squares=(score.log_prob**2, score.log_prob * tokens, float(tokens**2)),
         )
@@ -96,7 +112,10 @@ class Total:
         self.is_greedy &= other.is_greedy
         self.nfe = known_sum(self.nfe, other.nfe)
         self.near_ties = known_sum(self.near_ties, other.near_ties)
-        self.blocks = None if self.blocks is None or other.blocks is None else self.blocks + other.blocks
+        if self.blocks is None or other.blocks is None:
+            self.blocks = None
+        else:
+            self.blocks = self.blocks + other.blocks
         squared, mixed, tokens_squared = (a + b for a, b in zip(self.squares, other.squares, strict=True))
         self.squares = squared, mixed, tokens_squared
         if self.others and other.others:
@@ -105,7 +124,7 @@ class Total:
         self._merge_errors(other)
 
     def _begin(self, first: Total) -> None:
-        """Take from the first total what value this is; all but its sum is still that of no window."""
+        """Become a sum of the kind that `first` is, with its log-probability. `merge` adds all else of it."""
         self.name = first.name
         self.summed = first.summed
         self.blocks = None if first.blocks is None else type(first.blocks)()
@@ -113,11 +132,14 @@ class Total:
         self.errors = None if first.errors is None else {}
 
     def _merge_errors(self, other: Total) -> None:
-        """Add the windows of another total to those whose errors are known; of equal windows, one has drawn blocks."""
+        """Add the windows of another total to those whose errors are known.
+
+        Equal windows have the same drawn blocks, which count once.
+        """
         if self.errors is None or other.errors is None:
             self.errors = None
             return
-        copies = 0  # drawn blocks that are counted already
+        copies = 0  # drawn blocks that have been counted twice
         for window, (count, error, drawn) in other.errors.items():
             before = 0
             if window in self.errors:
@@ -129,8 +151,10 @@ class Total:
 
     @property
     def named(self) -> dict[str, Total]:
-        """All values by name, this one first; nothing without windows."""
-        return {self.name: self, **(self.others or {})} if self.windows else {}
+        """All values by name, this one first; empty without windows."""
+        if not self.windows:
+            return {}
+        return {self.name: self, **(self.others or {})}
 
     @property
     def value(self) -> Value:
@@ -151,8 +175,10 @@ class Total:
         """
         if self.summed.seeds:
             return Value.from_seeds(self.summed.seeds).error
-        if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
+        too_few_blocks = self.blocks is not None and self.blocks.stderr is None
+        if self.errors is None or too_few_blocks:
             return None
+        # different windows have independent draws, and equal ones the same
         return math.hypot(*(count * error for count, error, _ in self.errors.values()))
 
     @property
@@ -172,18 +198,24 @@ class Total:
     @property
     def perplexity(self) -> float:
         """The perplexity per token; NaN without tokens."""
-        return rates.perplexity(-self.log_prob / self.tokens) if self.tokens else math.nan
+        if not self.tokens:
+            return math.nan
+        return rates.perplexity(-self.log_prob / self.tokens)
 
     @property
     def perplexity_stderr(self) -> float | None:
         """The Monte Carlo error of `perplexity` (delta method); None as for `stderr`, and without tokens."""
-        error = self.stderr if self.tokens else None
-        return None if error is None else self.perplexity * error / self.tokens
+        error = self.stderr
+        if error is None or not self.tokens:
+            return None
+        return self.perplexity * error / self.tokens
 
     def describe(self) -> dict[str, Any]:
         """The entries of the results JSON: the value, its error over windows, steps, windows and blocks."""
         entries = self.value.describe()
-        entries |= {"window_stderr": self.window_stderr, "nfe": self.nfe, "windows": self.windows}
+        entries["window_stderr"] = self.window_stderr
+        entries["nfe"] = self.nfe
+        entries["windows"] = self.windows
         if self.blocks is not None:
             entries[self.blocks.name] = self.blocks.describe()
         return entries
@@ -206,9 +238,9 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhaseBlocks(BlockSums):
-    """The blocks of a two-phase estimate. f and g: a block's log-prob without and with the cache, nats.
+    """The blocks of a two-phase estimate. f and g are the log-probs of a block without and with the cache, in nats.
 
-    `sampled` blocks have both; `drawn` ones are sampled blocks with a weight above 1, which represent others, too.
+    `sampled`: the number of blocks that have both; `drawn`: that of those with a weight above 1, which stand for others.
     """
 
     name: ClassVar[str] = "two_phase"
@@ -293,7 +325,11 @@ class Unfinished:
         saved: Scores of windows that need not be scored again.
     """
 
-    def __init__(self, documents: Mapping[int, Sequence[Window]], saved: Mapping[Window, Score] = MappingProxyType({})):
+    def __init__(
+        self,
+        documents: Mapping[int, Sequence[Window]],
+        saved: Mapping[Window, Score] = MappingProxyType({}),
+    ):
         self.documents = documents
         self.scores: dict[int, dict[int, Score]] = {}  # of each document that is not complete, by place
         self.saved: list[Window] = []  # windows that have a score already
@@ -314,9 +350,11 @@ class Unfinished:
             yield n, self._take(n)
 
     def add(self, n: int, place: int, score: Score) -> list[Score] | None:
-        """Add the score of a window; the scores of its document, in order, if it was the last one."""
+        """Add the score of a window. Returns the scores of its document, in order, if it was the last one."""
         self.scores[n][place] = score
-        return self._take(n) if len(self.scores[n]) == len(self.documents[n]) else None
+        if len(self.scores[n]) < len(self.documents[n]):
+            return None
+        return self._take(n)
 
     def _take(self, n: int) -> list[Score]:
         scores = self.scores.pop(n)
@@ -339,10 +377,16 @@ def score_documents(
         DuelError: If a window cannot be scored; the message names its document.
     """
     unfinished = Unfinished(dict(enumerate(documents)))
-    yield from unfinished.complete()
+    yield from unfinished.complete()  # those without windows
     missing = unfinished.missing
-    with naming(lambda index: name(missing[index][0])):
+
+    def name_of_document(index: int) -> str:
+        n, _ = missing[index]
+        return name(n)
+
+    with naming(name_of_document):
         for index, score in stream([documents[n][place] for n, place in missing]):
             n, place = missing[index]
-            if (scores := unfinished.add(n, place, score)) is not None:
+            scores = unfinished.add(n, place, score)
+            if scores is not None:
                 yield n, scores

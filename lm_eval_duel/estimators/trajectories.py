@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,8 @@ from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.drawn import BestDrawn
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay
+
+StepKey: TypeAlias = tuple[int, int, int]  # (row, first target position of the block, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +63,9 @@ class _Followed(Replay):
     rows: Rows
     rule: rules.Rule
     sampler: BestDrawn | None
-    # by (row, first target position of the block, step): the rule's margin where it differs
-    differences: dict[tuple[int, int, int], float | None] = dataclasses.field(default_factory=dict)
-    log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)  # likewise
+    # the rule's margin where it differs, and the log-probability of the selection
+    differences: dict[StepKey, float | None] = dataclasses.field(default_factory=dict)
+    log_selection: dict[StepKey, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +76,8 @@ class _Followed(Replay):
         block = (lanes.start - lanes.origin).clamp(min=0)  # (R,) its first target position
         keys = list(zip(lanes.row.tolist(), block.tolist(), lanes.step.tolist(), strict=True))
         if self.sampler is not None:
-            values = self.sampler.log_selection(predictions, lanes, self.rows.targets(lanes), pick)  # (R,)
+            targets = self.rows.targets(lanes)  # (R, W)
+            values = self.sampler.log_selection(predictions, lanes, targets, pick)  # (R,)
             self.log_selection.update(zip(keys, values.tolist(), strict=True))
             return rules.Decision.certain(pick)
         decision = self.rule(predictions, lanes)
@@ -87,22 +90,31 @@ class _Followed(Replay):
     def departures(self, row: int) -> tuple[Departure, ...]:
         """The steps of a row at which the rule differs, in order."""
         departures = []
-        for (of_row, block, step), margin in self.differences.items():
-            if of_row == row:
+        for (row_of_step, block, step), margin in self.differences.items():
+            if row_of_step == row:
                 departures.append(Departure(block, step, margin))
         return tuple(sorted(departures, key=lambda each: (each.block, each.step)))
 
     def log_order(self, row: int) -> float:
         """The log-probability with which the sampler selects the recorded positions of a row, given its tokens."""
-        return math.fsum(value for (of_row, _, _), value in self.log_selection.items() if of_row == row)
+        values = []
+        for (row_of_step, _, _), value in self.log_selection.items():
+            if row_of_step == row:
+                values.append(value)
+        return math.fsum(values)
 
 
 @torch.inference_mode()
 def follow(
-    duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], sampler: Mapping[str, Any] | None
+    duel: DuelEstimator,
+    windows: Sequence[Window],
+    steps: Sequence[Ids],
+    sampler: Mapping[str, Any] | None,
 ) -> list[Trajectory]:
     """Follow recorded trajectories, and compare each with the rule of `duel` or with a sampler; see `Duel.follow`."""
-    drawn = None if sampler is None else BestDrawn.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
+    drawn = None
+    if sampler is not None:
+        drawn = BestDrawn.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
     orders = []
     for n, order in enumerate(duel.orders(windows, steps)):
         orders.append(in_blocks(order, windows[n], duel, n))
@@ -110,32 +122,43 @@ def follow(
     trajectories = [Trajectory(0.0, (), 0)] * len(windows)
     with duel.one_run():
         for group in duel.groups(windows, range(len(windows))):
-            of_group = tuple(orders[n] for n in group.window_indices)
-            rule = _Followed(of_group, group.rows, duel.followed, drawn)
+            orders_of_group = tuple(orders[n] for n in group.window_indices)
+            rule = _Followed(orders_of_group, group.rows, duel.followed, drawn)
             for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
                 window = group.windows[row]
                 step_count = 0
                 for part in target_parts(window, duel.blocks(window)):
-                    step_count += len(set(of_group[row][part]))
+                    steps_of_block = set(orders_of_group[row][part])
+                    step_count += len(steps_of_block)
+                log_joint = None
+                if drawn is not None:
+                    log_joint = scored.log_prob + rule.log_order(row)
                 trajectories[group.window_indices[row]] = Trajectory(
                     log_prob=scored.log_prob,
                     token_logprobs=scored.token_logprobs,
                     steps=step_count,
                     differences=rule.departures(row),
-                    log_joint=None if drawn is None else scored.log_prob + rule.log_order(row),
+                    log_joint=log_joint,
                 )
             rules.repeat_last(rule.rule)
         duel.row_checks.compare(duel.counts)
     return trajectories
 
 
-def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:
+def in_blocks(
+    order: Sequence[int],
+    window: Window,
+    duel: DuelEstimator,
+    n: int,
+) -> tuple[int, ...]:
     """The steps of window `n`, numbered from 0 in each block.
 
     Raises:
         DuelError: If a block is not finished before the next one begins.
     """
-    inner = [order[part] for part in target_parts(window, Estimator.blocks(duel, window))]  # if `blocks` is one chain
+    # of the base class, since for a rule that spans blocks `duel.blocks` is the chain of all of them
+    inner_parts = target_parts(window, Estimator.blocks(duel, window))
+    inner = [order[part] for part in inner_parts]
     if duel.rule.spans_blocks and len(inner) > 1 and _restart(inner):
         raise DuelError(
             f"Rule {duel.rule} keeps a history over blocks, so the steps of window {n} count over the whole text and "
@@ -143,8 +166,8 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
             n,
         )
     parts = [order[part] for part in target_parts(window, duel.blocks(window))]
-    in_turn = all(max(before) < min(after) for before, after in itertools.pairwise(parts))
-    if not in_turn and not _restart(parts):
+    one_after_another = all(max(before) < min(after) for before, after in itertools.pairwise(parts))
+    if not one_after_another and not _restart(parts):
         raise DuelError(
             f"Window {n} is not revealed in blocks of {duel.block}: a block's first step comes before the last one of "
             "the block before. Pass the sampler's own block.",

@@ -48,7 +48,8 @@ from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 
 BLOCK = 3  # key of the random numbers, different for each estimator
 FIRST_CACHE: Final = "dual"  # the cached sampler of the first phase, if none is named
-BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
+# The sampled blocks that are evaluated before the cached phase of their windows fill this many network calls.
+BATCHES = 4
 
 
 class TwoPhase(Estimator):
@@ -93,7 +94,8 @@ class TwoPhase(Estimator):
         layout["traced"] = False
         uncached_layout = {**layout, "batch_size": self.budget}
         if isinstance(layout.get("batch_size"), Budget):
-            # calls under the cache have another size; a network in memory leaves no memory for trials
+            # Calls under the cache have a size of their own, found by trial. A network in memory, which may be in
+            # training, leaves no memory for trials.
             layout["batch_size"] = None if denoiser.fixed_weights else self.budget.rows(denoiser.max_length)
         self.phases = {
             "cached": DuelEstimator(cached, rule, block, **layout),
@@ -126,30 +128,36 @@ class TwoPhase(Estimator):
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score windows some at a time: their sampled blocks without the cache, then all their blocks under it."""
         weights = self.weights(group.windows)  # (N, B)
-        lanes = BATCHES * self.phases["uncached"].budget.rows(group.windows[0].length)  # to evaluate at once
-        per_window = float((weights > 0).sum()) / len(weights)
-        size = math.ceil(lanes / max(per_window, 1e-3))  # windows
+        lanes_of_call = self.phases["uncached"].budget.rows(group.windows[0].length)
+        per_window = float((weights > 0).sum()) / len(weights)  # sampled blocks
+        size = math.ceil(BATCHES * lanes_of_call / max(per_window, 1e-3))  # windows
         for first in range(0, len(weights), size):
             members = slice(first, first + size)
             part = self.open(group.windows[members], group.window_indices[members])
             weight = weights[members]  # (n, B)
             sampled: list[BlockSpan] = []
             for row, window in enumerate(part.windows):
-                for n, span in enumerate(self.blocks(window)):
+                for n, (start, width) in enumerate(self.blocks(window)):
                     if weight[row, n]:
-                        sampled.append((row, *span))
+                        sampled.append((row, start, width))
             uncached = dict(self._score_blocks("uncached", part, sampled))
             for row, cached in self._score_blocks("cached", part, self.block_spans(part)):
-                yield first + row, self._estimate(part, row, weight[row], cached, uncached.get(row))
+                estimate = self._estimate(part, row, weight[row], cached, uncached.get(row))
+                yield first + row, estimate
 
-    def _score_blocks(self, name: str, group: WindowGroup, spans: list[BlockSpan]) -> IndexedScores:
+    def _score_blocks(
+        self,
+        name: str,
+        group: WindowGroup,
+        spans: list[BlockSpan],
+    ) -> IndexedScores:
         """The scores of these blocks in one phase; what they cost is added to the phase's counts."""
         if not spans:
             return
         duel = self.phases[name].with_counts(self.counts, self.row_checks)
         phase = self.counts.phases.setdefault(name, PhaseCounts())
-        forwards = self.counts.forwards
-        rows = self.counts.rows
+        forwards_before = self.counts.forwards
+        rows_before = self.counts.rows
         group = dataclasses.replace(group, opened=duel.denoiser.open)
         began = time.perf_counter()
         try:
@@ -159,21 +167,30 @@ class TwoPhase(Estimator):
                 began = time.perf_counter()  # what the caller does with a score is no part of the phase
             phase.seconds += time.perf_counter() - began
         finally:
-            phase.forwards += self.counts.forwards - forwards
-            phase.rows += self.counts.rows - rows
+            phase.forwards += self.counts.forwards - forwards_before
+            phase.rows += self.counts.rows - rows_before
 
     def _estimate(
-        self, group: WindowGroup, row: int, weights: torch.Tensor, cached: Score, uncached: Score | None
+        self,
+        group: WindowGroup,
+        row: int,
+        weights: torch.Tensor,
+        cached: Score,
+        uncached: Score | None,
     ) -> Score:
-        """The estimate of a row's window. `weights`: (B,)."""
+        """The estimate of a row's window. `weights`: (B,). `uncached` is None if none of its blocks is sampled."""
         window = group.windows[row]
         parts = target_parts(window, self.blocks(window))
         weight = weights[: len(parts)]  # (B,)
-        g = torch.tensor([math.fsum(cached.token_logprobs[part]) for part in parts], dtype=torch.float64)  # (B,)
-        f = g.clone()  # (B,) also where a block is not sampled: its weight is 0
+        of_blocks = [math.fsum(cached.token_logprobs[part]) for part in parts]
+        g = torch.tensor(of_blocks, dtype=torch.float64)  # (B,)
+        f = g.clone()  # (B,) where a block is not sampled its weight is 0, so f is not read
         for n, part in enumerate(parts):
-            if weight[n] and not _in_one_step(part, cached, cast(Score, uncached)):
-                f[n] = math.fsum(cast(Score, uncached).token_logprobs[part])
+            if not weight[n]:
+                continue
+            uncached = cast(Score, uncached)  # a block is sampled
+            if not _in_one_step(part, cached, uncached):
+                f[n] = math.fsum(uncached.token_logprobs[part])
         estimate, variance = combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             index = group.window_indices[row]
@@ -196,7 +213,7 @@ class TwoPhase(Estimator):
 def _in_one_step(block: slice, *scores: Score) -> bool:
     """True if each phase revealed the block in one step.
 
-    The first step of a block reads no kept keys, so that f = g. What float noise would make of f - g is no error.
+    The first step of a block reads no kept keys, so f = g, and float noise must not count as a difference.
     """
     return all(max(score.reveal_steps[block]) <= 0 for score in scores)  # -1 at known positions
 

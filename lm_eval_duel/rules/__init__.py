@@ -178,9 +178,15 @@ def _require_complete(name: str, arguments: dict[str, Any], parameters: dict[str
             missing.append(key)
     if not missing:
         return
-    values = {key: parameters[key].example or key.upper() for key in missing} | arguments
-    example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
-    hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
+    example = name
+    hints = ""
+    for key, parameter in parameters.items():
+        if key in arguments:
+            example += f":{key}={arguments[key]}"
+        elif key in missing:
+            example += f":{key}={parameter.example or key.upper()}"
+            if parameter.help:
+                hints += f" {key}: {parameter.help}."
     raise DuelError(f"Rule '{name}' needs {', '.join(missing)}, e.g. {example}.{hints}")
 
 
@@ -316,7 +322,10 @@ def without_defaults(text: str, keep: str = "") -> str:
     name, *parameters = text.split(":")
     if name not in RULES:
         return text
-    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(RULES[name]) if field.name != keep}
+    defaults = set()
+    for field in dataclasses.fields(RULES[name]):
+        if field.name != keep:
+            defaults.add(f"{field.name}={field.default}")
     kept = [parameter for parameter in parameters if parameter not in defaults]
     return ":".join([name, *kept])
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.lanes import Lanes
     from lm_eval_duel.core.predictions import Predictions
 
-READS = ("fixed", "state_only", "reads_step", "may_pick_none")  # class attributes: what a rule reads, and how it steps
-LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
+# class attributes: what a rule reads, and whether it may wait
+READS = ("fixed", "state_only", "reads_step", "may_pick_none")
+# the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
+LOG_ODDS_SLOPE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,14 @@ class Rule(Arguments):
     name: ClassVar[str] = ""  # as typed
     adaptive: ClassVar[bool] = False  # the number of steps depends on the text
     adaptive_with: ClassVar[str] = ""  # a parameter with which it does, as `key=value`
-    speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that may set it; without it: the rule's family
+    # parameters that may set its speed; rules that differ in nothing else are one family
+    speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")
 
-    # what the rule reads; a subclass that overrides `__call__` declares these again
-    fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once
-    state_only: ClassVar[bool] = False  # neither memory nor `step`: the pick depends on the revealed tokens alone
+    # What the rule reads. A subclass that overrides `__call__` declares these again.
+    # fixed: no predictions, which are None if all steps are evaluated at once
+    fixed: ClassVar[bool] = False
+    # state_only: neither memory nor `step`, so that the pick depends on the revealed tokens alone
+    state_only: ClassVar[bool] = False
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block
     may_pick_none: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
@@ -54,8 +59,8 @@ class Rule(Arguments):
         if "__call__" in vars(cls):  # what another `__call__` reads is not inherited
             attributes = {**dict.fromkeys(READS, False), **attributes}
         for attribute, value in attributes.items():
-            # one that the class body sets goes first, and a property (of `Around`) stays one
-            if attribute not in vars(cls) and not isinstance(getattr(cls, attribute), property):
+            is_property = isinstance(getattr(cls, attribute), property)  # of `Around`, and stays one
+            if attribute not in vars(cls) and not is_property:  # the class body has precedence
                 setattr(cls, attribute, value)
 
     @property
@@ -102,7 +107,10 @@ class Rule(Arguments):
         """Raise DuelError for a network that this rule cannot follow."""
 
     def __str__(self) -> str:
-        parts = [self.name if self.built_in else f"{type(self).__module__}:{type(self).__qualname__}"]
+        name = self.name
+        if not self.built_in:
+            name = f"{type(self).__module__}:{type(self).__qualname__}"
+        parts = [name]
         for field in dataclasses.fields(self):
             declared = declaration(field)
             value = getattr(self, field.name)
@@ -114,14 +122,14 @@ class Rule(Arguments):
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Rule, speed=("k",)):
-    """A rule that reveals k positions at every step, or all that are left in the block."""
+    """The base class of rules that reveal k positions at every step, or all that are left in the block."""
 
     k: int = argument(whole(1, "a number of positions"), 1, "positions revealed at each step")
 
 
 @dataclasses.dataclass(frozen=True)
 class Thresholded(Rule, adaptive=True, speed=("mu",)):
-    """A rule with a probability `mu` that decides how many positions it reveals at a step."""
+    """The base class of rules with a probability `mu` that decides how many positions they reveal at a step."""
 
     mu: float = required(PROBABILITY, "the least P1 at which positions are revealed", 0.9)
 
@@ -130,7 +138,8 @@ def in_memory(rule: Rule) -> Iterator[str]:
     """The parameters of a rule that hold a module or a tensor, which the text of a rule cannot hold."""
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
-        if any(base.__module__.partition(".")[0] == "torch" for base in type(value).__mro__):
+        packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+        if "torch" in packages:
             yield field.name
         elif isinstance(value, Rule):
             yield from in_memory(value)
@@ -144,9 +153,9 @@ def _canonical(declared: Argument, value: Any) -> Any:
 
 
 def file_version(path: str) -> tuple[int, int] | None:
-    """A value that changes when a file is written again; None if it cannot be read.
+    """A key that changes when a file is written again; None if the file cannot be read.
 
-    A rule that keeps what it has read of a file keeps it under this key.
+    A rule may cache what it has read of a file under this key.
     """
     try:
         entry = os.stat(path)
@@ -199,7 +208,9 @@ def best(
         gap = gap / slope
     else:
         rows = torch.arange(len(gap), device=gap.device)  # (R,)
-        steepest = slope[rows, worst_at].maximum(slope[rows, next_at].nan_to_num(nan=0.0))  # (R,)
+        slope_of_worst = slope[rows, worst_at]  # (R,)
+        slope_of_next = slope[rows, next_at].nan_to_num(nan=0.0)  # (R,) NaN if none is left
+        steepest = slope_of_worst.maximum(slope_of_next)
         gap = (gap / steepest).nan_to_num(nan=0.0, posinf=math.inf)
     return pick, torch.where(predictions.all_mask, math.inf, gap).double()
 
@@ -212,19 +223,20 @@ def sure_or_best(
     score: torch.Tensor | None = None,
     slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions `sure` (R, W), or the best one of a lane that has none; and the margin (R,).
+    """The positions `sure` (R, W), or the best one of a lane that has none; and the decision's margin (R,).
 
-    `distance` (R,): how far the nearest position is from becoming, or ceasing to be, sure. `score` (R, W): the
-    confidence, unless another one is given.
+    `distance` (R,): how far the nearest position is from becoming, or ceasing to be, sure. `score` (R, W) says which
+    one is best; None: the confidence.
     """
     import torch
 
     if score is None:
         score = predictions.confidence
     single, gap = best(predictions, lanes, score, 1, slope)
-    some = sure.any(1)  # (R,)
-    pick = torch.where(some[:, None], sure, single)  # (R, W)
-    return pick, torch.where(some, distance, distance.minimum(gap))
+    has_sure = sure.any(1)  # (R,)
+    pick = torch.where(has_sure[:, None], sure, single)  # (R, W)
+    # the best one is decided by both: none may become sure, and no other one best
+    return pick, torch.where(has_sure, distance, distance.minimum(gap))
 
 
 def nearest(distance: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

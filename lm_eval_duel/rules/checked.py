@@ -59,13 +59,15 @@ def repeat_last(rule: UnmaskingRule) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Checked(Around):
-    """A user's rule, which may return the pick alone. In its lanes `row` is zero: a rule knows no window's number.
+    """A user's rule with checks of what it returns. It may return the pick alone, without a `Decision`.
 
-    The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated, on the same
-    predictions, at another step if it is `state_only`, and on one lane alone: picks and memory must agree, except in
-    near ties. A rule without a decision_margin has unknown near ties, so what it decides differently for a lane alone
-    is counted and logged. This detects a rule that is no function of a lane's predictions; it proves nothing, and
-    `verify` asks again.
+    The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
+    predictions, at another step if the rule is `state_only`, and on one lane alone. Picks and memory must agree, except
+    in near ties. The near ties of a rule without a decision_margin are not known, so if it decides differently for a
+    lane alone, this is counted and logged. The checks detect a rule that is no function of a lane's predictions, but
+    they prove nothing; `verify` asks again.
+
+    In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
@@ -77,8 +79,8 @@ class Checked(Around):
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
     network: Network = dataclasses.field(repr=False, compare=False)
-
-    last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)  # the last call
+    # the predictions and lanes of the last call, at most one entry
+    last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         lanes = dataclasses.replace(lanes.in_row(0), carried=())
@@ -91,18 +93,19 @@ class Checked(Around):
         return self._repeated(predictions, lanes)
 
     def repeat_last(self) -> None:
-        """Ask for the last decision again: what a counter in the rule changes shows there."""
+        """Ask for the last decision again, which shows what a counter in the rule has changed since the first ones."""
         for predictions, lanes in self.last:
             self._repeated(predictions, lanes)
         self.last.clear()
 
     def _lane_to_ask(self, lanes: Any) -> int:
-        """A lane with a real choice, drawn by a hash, that is asked about alone."""
+        """A lane with a real choice, drawn by a hash, for which the rule is asked alone."""
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
         if len(choice) > 1:
             # not the first: a rule that draws random numbers may draw the same for the first lane as for one alone
             choice = choice[1:]
-        return int(choice[drawn(1, choice, self.counts.decisions, lanes.step[choice])])
+        index = drawn(1, choice, self.counts.decisions, lanes.step[choice])  # (1,)
+        return int(choice[index])
 
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
@@ -119,7 +122,8 @@ class Checked(Around):
             self._differs("when it was asked again")
             return decision
         if self.rule.state_only:
-            later = self._decided(predictions, dataclasses.replace(lanes, step=lanes.step + 1))
+            later_lanes = dataclasses.replace(lanes, step=lanes.step + 1)
+            later = self._decided(predictions, later_lanes)
             if not _agree(decision, later, ~near):
                 self._differs("at another step, which it does not read according to its state_only = True")
                 return decision
@@ -130,8 +134,11 @@ class Checked(Around):
         width = int(lanes.width[lane])
         single = None if predictions is None else predictions.of_lane(lane, width)
         alone = self._decided(single, _alone(lanes, lane, width))
-        cut = Decision(decision.pick[only, :width], None, tuple(plane[only, :width] for plane in decision.memory))
-        tie = near[only] if single is None else near[only] | single.all_mask  # (1,)
+        memory = tuple(plane[only, :width] for plane in decision.memory)
+        cut = Decision(decision.pick[only, :width], None, memory)
+        tie = near[only]  # (1,)
+        if single is not None:
+            tie = tie | single.all_mask
         if not _agree(cut, alone, ~tie):
             has_margins = decision.decision_margin is not None and alone.decision_margin is not None
             self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
@@ -169,10 +176,12 @@ class Checked(Around):
             ) from error
         decision = self._of_form(returned, lanes)
         pick = decision.pick  # (R, W)
-        stalled = (~pick.any(1) & ~self._waits(decision, lanes)) | (pick & ~lanes.masked).any(1)  # (R,)
+        picks_revealed = (pick & ~lanes.masked).any(1)  # (R,)
+        picks_nothing = ~pick.any(1) & ~self._waits(decision, lanes)  # (R,)
+        stalled = picks_nothing | picks_revealed
         if stalled.any():
             lane = int(stalled.nonzero()[0])
-            if pick[lane].any():
+            if picks_revealed[lane]:
                 what = "picked a position that is not masked: pick among lanes.masked only"
             else:
                 what = "picked nothing: pick a masked position in each lane, or set may_pick_none"
@@ -203,16 +212,20 @@ class Checked(Around):
         masked = lanes.masked  # (R, W)
         got = type(plane).__name__
         fits = isinstance(plane, torch.Tensor)
+        advice = ""
         if fits:
             got = f"{plane.dtype} {tuple(plane.shape)} on {plane.device}"
             expected = masked.shape[:1] if name == "decision_margin" else masked.shape
             shape = plane.shape[:2] if name == "memory" else plane.shape  # a memory may have more dimensions
-            fits = shape == expected and plane.device == masked.device
-            fits = fits and (name != "pick" or plane.dtype == torch.bool)
+            if shape != expected:
+                fits = False
+            if name == "pick" and plane.dtype != torch.bool:
+                fits = False
+            if plane.device != masked.device:
+                fits = False
+                advice = " Make tensors with device=lanes.masked.device."
         if not fits:
             count, wide = masked.shape
-            elsewhere = isinstance(plane, torch.Tensor) and plane.device != masked.device
-            advice = " Make tensors with device=lanes.masked.device." if elsewhere else ""
             raise DuelError(
                 f"The {name} of rule {self} must be {FORMS[name]} with R, W = {count}, {wide} on {masked.device}; got "
                 f"{got}.{advice}"
@@ -222,9 +235,11 @@ class Checked(Around):
         """The lanes that may pick nothing now, because the rule's step or memory moves on, (R,) bool."""
         import torch
 
-        waits = torch.full_like(lanes.row, self.may_pick_none and self.reads_step, dtype=torch.bool)  # (R,)
-        if not self.may_pick_none or self.reads_step or decision.pick.any(1).all():
-            return waits  # the step always moves on, so memory decides only for a rule that does not read it
+        waits = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
+        if not self.may_pick_none or decision.pick.any(1).all():
+            return waits
+        if self.reads_step:  # which always moves on
+            return ~waits
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
         for old, new in zip(before, decision.memory, strict=True):
             waits |= (old != new).flatten(1).any(1)
@@ -265,16 +280,26 @@ def _same_plane(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _planes(lanes: Any) -> list[torch.Tensor]:
     """All tensors of lanes."""
-    single = [field.name for field in dataclasses.fields(lanes) if field.name not in OTHERS]
-    return [*(getattr(lanes, name) for name in single), *lanes.memory]
+    planes = []
+    for field in dataclasses.fields(lanes):
+        if field.name not in OTHERS:
+            planes.append(getattr(lanes, field.name))
+    return [*planes, *lanes.memory]
 
 
 def _alone(lanes: Any, lane: int, width: int) -> Any:
     """A lane alone, cut to its own width. Memory that is zero at its first step is left out."""
     part = lanes.select(slice(lane, lane + 1))
-    fresh = not part.step[0] and not any(plane.any() for plane in part.memory)
-    memory = () if fresh else tuple(plane[:, :width] for plane in part.memory)
-    return dataclasses.replace(part, tokens=part.tokens[:, :width], masked=part.masked[:, :width], memory=memory)
+    is_fresh = not part.step[0] and not any(plane.any() for plane in part.memory)
+    memory = ()
+    if not is_fresh:
+        memory = tuple(plane[:, :width] for plane in part.memory)
+    return dataclasses.replace(
+        part,
+        tokens=part.tokens[:, :width],
+        masked=part.masked[:, :width],
+        memory=memory,
+    )
 
 
 def _line_of(rule: Rule, error: Exception) -> str:

@@ -82,13 +82,17 @@ class Klass(Thresholded, name="klass", reads_step=True, dense_memory=True):
         distance = near_probability(confidence, masked, self.mu)  # (R,)
         # Near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits. An infinite one, of a
         # position without a previous step, cannot reach nu.
-        slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
-        near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
-        distance = distance.minimum(nearest(near_nu, masked))
-        return Decision(*sure_or_best(predictions, lanes, ready, distance), memory)
+        near_nu = divergence.clamp(min=max(self.nu, EPS))  # (R, W)
+        slope = 2 * (2 * near_nu).sqrt()
+        away = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
+        distance = distance.minimum(nearest(away, masked))
+        pick, margin = sure_or_best(predictions, lanes, ready, distance)
+        return Decision(pick, margin, memory)
 
     def _inside(
-        self, predictions: Predictions, lanes: Lanes
+        self,
+        predictions: Predictions,
+        lanes: Lanes,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """The divergence (R, W), the steps in a row with KL <= nu (R, W), and the memory, within a block."""
         import torch
@@ -109,7 +113,9 @@ class Klass(Thresholded, name="klass", reads_step=True, dense_memory=True):
         return divergence, stable, (current, stable)
 
     def _across(
-        self, predictions: Predictions, lanes: Lanes
+        self,
+        predictions: Predictions,
+        lanes: Lanes,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Like `_inside`, with the history of the whole window. Before its first step, probabilities are zeros."""
         import torch
@@ -126,8 +132,10 @@ class Klass(Thresholded, name="klass", reads_step=True, dense_memory=True):
             streak = torch.zeros_like(positions, dtype=torch.int64)  # (R, W)
         before = previous[positions].double()  # (C, V)
         now = dense.double()  # (C, V)
-        divergence = torch.full(positions.shape, math.inf, dtype=torch.float64, device=positions.device)  # (R, W)
-        divergence[positions] = (now * ((now + EPS).log() - (before + EPS).log())).sum(1)
+        log_ratio = (now + EPS).log() - (before + EPS).log()  # (C, V)
+        divergence = torch.full_like(positions, math.inf, dtype=torch.float64)  # (R, W)
+        divergence[positions] = (now * log_ratio).sum(1)
         streak = torch.where(positions & (divergence < self.nu), streak + 1, 0)  # (R, W)
-        late = (lanes.step >= self.history - 1)[:, None]  # (R, 1)
-        return divergence, torch.where(late, streak, 0), (current, streak)
+        # as in the authors' code, no position is stable in a block's first `history - 1` steps
+        is_late = (lanes.step >= self.history - 1)[:, None]  # (R, 1)
+        return divergence, torch.where(is_late, streak, 0), (current, streak)
