@@ -1,9 +1,8 @@
 """Rules that reveal as many positions as a criterion allows, as published samplers have them.
 
 All reveal at least one position at a step; `presets.py` names the sources. The rules of mlx-vlm, for
-Nemotron-Labs-Diffusion, come last. They read the confidences P1 of a lane's masked positions from the largest on,
-c_0 >= c_1 >= ..., equal ones in the order of positions, and reveal these positions as long as c_r is above a bound that
-may depend on the rank r.
+Nemotron-Labs-Diffusion, come last. They sort the masked positions of a lane by P1, c_0 >= c_1 >= ..., equal ones by
+position, and reveal the first of them as long as c_r is above a bound that may depend on the rank r.
 
 Shapes: R lanes, W block width.
 """
@@ -42,13 +41,14 @@ Variant = Literal["a", "b", "c"]
 
 
 def descending(predictions: Predictions, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-odds of c_0 >= c_1 >= ... (R, W) float64, -inf behind the masked positions, and where there are any."""
+    """The log-odds of c_0 >= c_1 >= ..., float64, and which ranks a lane has, (R, W) each; -inf at all others."""
     import torch
 
     confidence = torch.where(lanes.masked, predictions.confidence.double(), -math.inf)  # (R, W)
     ordered = confidence.sort(dim=1, descending=True).values  # (R, W)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)  # (W,)
-    return ordered, ranks < lanes.masked.sum(1, keepdim=True)
+    ranked = ranks < lanes.masked.sum(1, keepdim=True)  # (R, W)
+    return ordered, ranked
 
 
 def rank_bounds(factor: float, ordered: torch.Tensor) -> torch.Tensor:
@@ -62,15 +62,19 @@ class EntropyThreshold(Rule, name="entropy_threshold", adaptive=True, speed=("ta
     """All positions with entropy <= tau, and always the one with the least (dParallel, d3LLM)."""
 
     tau: float = required(
-        number("an entropy in nats, at least 0", lambda x: 0 <= x < math.inf), "the largest entropy", 0.5
+        number("an entropy in nats, at least 0", lambda x: 0 <= x < math.inf),
+        "the largest entropy",
+        0.5,
     )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         entropy = predictions.entropy.double()  # (R, W)
         sure = lanes.masked & (entropy <= self.tau)  # (R, W)
-        slope = 2 * entropy.clamp(min=max(self.tau, 1e-12))  # (R, W) how fast an entropy near tau can move
-        distance = nearest((entropy - self.tau) / slope, lanes.masked)  # (R,)
-        return Decision(*sure_or_best(predictions, lanes, sure, distance, -entropy, 2 * entropy))
+        # an entropy H moves by at most 2 H for each unit of logits
+        slope_near_tau = 2 * entropy.clamp(min=max(self.tau, 1e-12))  # (R, W)
+        distance = nearest((entropy - self.tau) / slope_near_tau, lanes.masked)  # (R,)
+        pick, margin = sure_or_best(predictions, lanes, sure, distance, -entropy, 2 * entropy)
+        return Decision(pick, margin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,19 +149,25 @@ class DinferThreshold(Thresholded, name="dinfer_threshold", state_only=True):
         bound = (top - SLACK).clamp(max=self.mu)  # (R, 1)
         pick = masked & (p >= bound)  # (R, W)
 
-        fixed = top[:, 0] - SLACK > self.mu  # (R,) mu decides, not the largest P1
+        # mu decides where it is below the largest P1: then a P1 has to cross mu
+        mu_decides = top[:, 0] - SLACK > self.mu  # (R,)
+        near_mu = near_probability(confidence, masked, self.mu)  # (R,)
+
+        # elsewhere a P1 has to cross a bound that moves with the largest one
         slope = 2 * p * (1 - p)  # (R, W) the L1 norm of dP1/d(logits)
-        others = torch.ones_like(masked).scatter(1, top_at, False) & masked  # (R, W)
-        near_top = nearest((p - bound) / slope.maximum(slope.gather(1, top_at)), others)  # (R,)
-        near_top = near_top.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(predictions.all_mask, math.inf)
-        return Decision(pick, torch.where(fixed, near_probability(confidence, masked, self.mu), near_top))
+        steepest = slope.maximum(slope.gather(1, top_at))  # (R, W)
+        is_other = torch.ones_like(masked).scatter(1, top_at, False) & masked  # (R, W)
+        near_top = nearest((p - bound) / steepest, is_other)  # (R,)
+        near_top = near_top.nan_to_num(nan=math.inf, posinf=math.inf)
+        near_top = near_top.masked_fill(predictions.all_mask, math.inf)  # an exact tie by definition
+        return Decision(pick, torch.where(mu_decides, near_mu, near_top))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy(Rule, name="hierarchy", adaptive=True, speed=("tau",), state_only=True):
     """The best position of each run of neighbouring masked ones, if P1 > low; all with P1 > tau; and always the best.
 
-    This is dInfer's HierarchyDecoder: equal best positions of a run are all revealed, not the lowest alone.
+    As in dInfer's HierarchyDecoder, equal best positions of a run are all revealed, not the lowest alone.
     """
 
     low: float = argument(PROBABILITY, 0.4, "the probability above which the best of a run is revealed")
@@ -173,21 +183,28 @@ class Hierarchy(Rule, name="hierarchy", adaptive=True, speed=("tau",), state_onl
         # runs of neighbouring masked positions, numbered from 1; 0 is outside
         begins = masked & ~torch.nn.functional.pad(masked[:, :-1], (1, 0))  # (R, W)
         run = torch.where(masked, begins.cumsum(1), 0)  # (R, W)
-        runs = confidence.new_full((len(masked), masked.shape[1] + 1), -math.inf)  # (R, W + 1)
-        peak = runs.scatter_reduce(1, run, confidence, "amax").gather(1, run)  # (R, W) the best of the position's run
+        count, wide = masked.shape
+        peaks = confidence.new_full((count, wide + 1), -math.inf)  # (R, W + 1) by the number of the run
+        peaks = peaks.scatter_reduce(1, run, confidence, "amax")
+        peak = peaks.gather(1, run)  # (R, W) of each position's run
 
-        first = masked & (confidence == peak)  # (R, W)
-        sure = first & (confidence > low)  # (R, W)
-        distance = nearest(confidence - low, first)  # (R,)
+        is_peak = masked & (confidence == peak)  # (R, W)
+        sure = is_peak & (confidence > low)  # (R, W)
+        distance = nearest(confidence - low, is_peak)  # (R,)
         if self.tau is not None:
-            sure |= masked & (confidence > log_odds(self.tau))
-            distance = distance.minimum(nearest(confidence - log_odds(self.tau), masked))
+            tau = log_odds(self.tau)
+            sure |= masked & (confidence > tau)
+            distance = distance.minimum(nearest(confidence - tau, masked))
 
-        # the others of a run become the best if they gain what they lack; so do equal best ones, of which one loses
-        count = torch.zeros_like(runs).scatter_add(1, run, first.double()).gather(1, run)  # (R, W) best ones of the run
-        second = masked & (~first | (count > 1)) & (peak > low)  # (R, W)
-        gap = nearest(peak - confidence, second).masked_fill(predictions.all_mask, math.inf)  # (R,)
-        return Decision(*sure_or_best(predictions, lanes, sure, distance.minimum(gap) / LOG_ODDS_SLOPE))
+        # a position that is not the peak of its run becomes one if it gains what it lacks; of two equal peaks, one may
+        # cease to be one
+        peak_counts = torch.zeros_like(peaks).scatter_add(1, run, is_peak.double())  # (R, W + 1)
+        has_equal = peak_counts.gather(1, run) > 1  # (R, W)
+        may_change = masked & (~is_peak | has_equal) & (peak > low)  # (R, W)
+        gap = nearest(peak - confidence, may_change)  # (R,)
+        gap = gap.masked_fill(predictions.all_mask, math.inf)  # an exact tie by definition
+        margin = distance.minimum(gap) / LOG_ODDS_SLOPE  # (R,)
+        return Decision(*sure_or_best(predictions, lanes, sure, margin))
 
 
 # ---------------------------------------------------------------- by rank (mlx-vlm)
@@ -197,7 +214,11 @@ FACTOR = number("a number of at least 0", lambda x: 0 <= x < math.inf)
 
 
 def first_ranks(
-    predictions: Predictions, lanes: Lanes, enough: torch.Tensor, distance: torch.Tensor, ranked: torch.Tensor
+    predictions: Predictions,
+    lanes: Lanes,
+    enough: torch.Tensor,
+    distance: torch.Tensor,
+    ranked: torch.Tensor,
 ) -> Decision:
     """Reveal the positions of rank 0 and of the ranks before the first that is not `enough` (R, W).
 
@@ -213,7 +234,8 @@ def first_ranks(
     # The ranks up to the first that is not enough decide; rank 0 decides nothing.
     ranks = torch.arange(enough.shape[1], device=enough.device)  # (W,)
     decides = ranked & (ranks > 0) & (ranks <= count)  # (R, W)
-    return Decision(pick, gap.minimum(nearest(distance.nan_to_num(nan=math.inf), decides)))
+    distance = distance.nan_to_num(nan=math.inf)  # -inf less -inf, beyond the masked positions
+    return Decision(pick, gap.minimum(nearest(distance, decides)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +290,8 @@ class ThresholdBound(Thresholded, name="threshold_bound", state_only=True):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         ordered, ranked = descending(predictions, lanes)  # (R, W)
         # c_r falls with r and the bound by rank rises, so the positions revealed are the first ones, as for a prefix
-        bound = rank_bounds(self.f, ordered).clamp(min=log_odds(self.floor)).clamp(max=log_odds(self.mu))  # (W,)
+        bound = rank_bounds(self.f, ordered)  # (W,)
+        bound = bound.clamp(min=log_odds(self.floor)).clamp(max=log_odds(self.mu))
         distance = (ordered - bound) / LOG_ODDS_SLOPE
         return first_ranks(predictions, lanes, ordered >= bound, distance, ranked)
 
@@ -285,6 +308,7 @@ class CumulativeError(Thresholded, name="cumulative_error", state_only=True):
         ordered, ranked = descending(predictions, lanes)  # (R, W)
         log_p = torch.where(ranked, torch.nn.functional.logsigmoid(ordered), 0.0)  # (R, W) log c_r
         product = log_p.cumsum(1)  # (R, W)
-        slope = (2 * ordered.neg().sigmoid()).cumsum(1)  # (R, W) the L1 norm of d(log c_r)/d(logits) is 2 (1 - c_r)
+        # the L1 norm of d(log c_r)/d(logits) is 2 (1 - c_r)
+        slope = (2 * ordered.neg().sigmoid()).cumsum(1)  # (R, W)
         away = product - math.log(max(self.mu, LEAST))  # (R, W)
         return first_ranks(predictions, lanes, away >= 0, away / slope, ranked)

@@ -45,7 +45,11 @@ class Preset:
 
 
 def _written_out(arguments: Mapping[str, Any]) -> str:
-    return ",".join(f"{key}={'none' if value is None else value}" for key, value in arguments.items())
+    parts = []
+    for key, value in arguments.items():
+        text = "none" if value is None else value
+        parts.append(f"{key}={text}")
+    return ",".join(parts)
 
 
 NO_TRAINED_BLOCK = "has no trained block"
@@ -282,7 +286,9 @@ def find(name: str) -> Preset:
 
 def conflict(preset: Preset, key: str, value: Any) -> DuelError:
     """The error for an arg that is given together with a preset, with another value."""
-    change = f"{' or '.join(preset.free)} may be changed. " if preset.free else ""
+    change = ""
+    if preset.free:
+        change = f"{' or '.join(preset.free)} may be changed. "
     return DuelError(
         f"preset={preset.name} is {preset.written_out}; {key}={value} is given, too, which makes it another sampler. "
         f"{change}Leave {key} out, or leave preset out and write the args you want."
@@ -371,5 +377,7 @@ REFUSED = {  # name: (what it is, why)
 
 def require_covered(what: str, name: str) -> None:
     """Raise DuelError, with the reason, if `name` is a sampler that is refused."""
-    if entry := REFUSED.get(name.lower().replace("_", "-")):
-        raise DuelError(f"{what}={name} is {entry[0]}, which cannot be scored: {entry[1]}.")
+    key = name.lower().replace("_", "-")
+    if key in REFUSED:
+        sampler, reason = REFUSED[key]
+        raise DuelError(f"{what}={name} is {sampler}, which cannot be scored: {reason}.")

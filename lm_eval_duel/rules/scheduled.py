@@ -39,15 +39,23 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
 
 STEPS = whole(1, "a number of steps")
-# Every step is a network call, and with more steps than positions most of them reveal nothing.
+# The steps of a rule that may wait. With more steps than positions most of them reveal nothing, and each of them is a
+# network call.
 WAITING_STEPS = whole(1, "a number of steps", most=4096)
 TOKEN_ID = whole(0, "a token id")
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn but not a text
-OF_ENDS: dict[str, Any] = {"unset": "the tokenizer's", "optional": True, "only_with": ("eos", "conf")}
+OF_ENDS: dict[str, Any] = {
+    "unset": "the tokenizer's",
+    "optional": True,
+    "only_with": ("eos", "conf"),
+}
 
 
 def first_count(lanes: Lanes) -> torch.Tensor:
-    """The number of positions that were masked at the first step, (R, W), as memory needs it."""
+    """The number of positions that were masked at a block's first step, the same at every position, (R, W).
+
+    A rule keeps it as its memory, which is why it is a plane.
+    """
     import torch
 
     masked_now = lanes.masked.sum(1, keepdim=True).expand_as(lanes.masked)  # (R, W)
@@ -61,15 +69,16 @@ def first_count(lanes: Lanes) -> torch.Tensor:
 
 
 def even_counts(m: int, steps: int) -> list[int]:
-    """The number of positions that each step reveals of m, m // S + (i < m mod S) at step i; steps that reveal none
-    left out.
+    """The number of positions that each step reveals of m, which is m // S + (i < m mod S) at step i.
+
+    Steps that reveal none are left out.
     """
     return [m // steps + (step < m % steps) for step in range(min(steps, m))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(Rule, speed=("steps",)):
-    """A rule that spreads the positions of a block over `steps` steps.
+    """The base class of rules that spread the positions of a block over `steps` steps.
 
     With m positions and S steps, step i reveals n_i = m // S + (i < m mod S) of them.
     """
@@ -112,7 +121,9 @@ class Quota(Scheduled, name="quota", reads_step=True):
         eot_id = self.eot_id
         if eot_id is None:
             ids = tokenizer.get_vocab()
-            eot_id = next((ids[token] for token in END_OF_TURN if token in ids), None)
+            known = [ids[token] for token in END_OF_TURN if token in ids]
+            eot_id = known[0] if known else None
+        # where one token ends both, it is counted once
         return dataclasses.replace(self, eos_id=eos_id, eot_id=None if eot_id == eos_id else eot_id)
 
     def check_network(self, denoiser: Any) -> None:
@@ -127,13 +138,15 @@ class Quota(Scheduled, name="quota", reads_step=True):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         count, memory = self.quota(lanes)
         if self.eos is None:
-            return Decision(*best(predictions, lanes, predictions.confidence, count), memory)
+            pick, margin = best(predictions, lanes, predictions.confidence, count)
+            return Decision(pick, margin, memory)
         score, last = self._without_ends(predictions)
         pick, gap = best(predictions, lanes, score, count)
-        # those that come last tie by definition: their order changes only if the most probable token of one does
+        # positions that come last tie by definition: their order changes only if the most probable token of one does
         gap = gap.masked_fill((pick & last).any(1), math.inf)
-        margin = nearest(predictions.log_margin, last & lanes.masked) / LOG_ODDS_SLOPE  # (R,)
-        return Decision(pick, gap.minimum(margin.masked_fill(predictions.all_mask, math.inf)), memory)
+        change = nearest(predictions.log_margin, last & lanes.masked) / LOG_ODDS_SLOPE  # (R,) of such a token
+        change = change.masked_fill(predictions.all_mask, math.inf)
+        return Decision(pick, gap.minimum(change), memory)
 
     def _without_ends(self, predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-odds of P1 / (1 - P_eos - P_eot), and where the most probable token is one of the two; (R, W) each.
@@ -144,12 +157,14 @@ class Quota(Scheduled, name="quota", reads_step=True):
 
         confidence = predictions.confidence.double()  # (R, W)
         argmax = predictions.argmax  # (R, W)
-        rest = confidence.neg().sigmoid()  # (R, W) 1 - P1
+        rest = confidence.neg().sigmoid()  # (R, W) 1 - P1, from which P_eos and P_eot are taken
         last = torch.zeros_like(predictions.masked)  # (R, W)
-        for end in {end for end in (self.eos_id, self.eot_id) if end is not None}:
+        ends = {end for end in (self.eos_id, self.eot_id) if end is not None}
+        for end in ends:
             p = predictions.log_prob(torch.full_like(argmax, end)).exp()  # (R, W)
-            rest = torch.where(argmax == end, rest, rest - p)
-            last |= argmax == end
+            is_top = argmax == end  # (R, W) its probability is P1, which `rest` does not contain
+            rest = torch.where(is_top, rest, rest - p)
+            last |= is_top
         score = confidence.sigmoid().log() - rest.clamp(min=1e-300).log()
         return score.masked_fill(last, -math.inf), last
 
@@ -167,7 +182,7 @@ class CumulativeQuota(
     with P1 > tau (diffusers' BlockRefinementScheduler on DiffusionGemma).
 
     A step reveals nothing if earlier ones were ahead of the quota and no position passes tau. Where the noise is random
-    tokens the next step shows other noise. m counts the positions of the block, no tail.
+    tokens, the next step shows other noise, so waiting changes the predictions. m does not count a tail.
     """
 
     steps: int = required(WAITING_STEPS, "steps of a block", 48)
@@ -177,16 +192,20 @@ class CumulativeQuota(
         m = first_count(lanes)  # (R, W)
         total = m[:, :1]  # (R, 1)
         revealed = total - lanes.masked.sum(1, keepdim=True)  # (R, 1)
-        due = -(-(lanes.step[:, None] + 1) * total // self.steps)  # (R, 1) rounded up
+        steps_taken = lanes.step[:, None] + 1  # (R, 1) with this one
+        due = -(-steps_taken * total // self.steps)  # (R, 1) rounded up
         needed = (due.minimum(total) - revealed).clamp(min=0)  # (R, 1)
-        top, gap = best(predictions, lanes, predictions.confidence, needed)
-        high = lanes.masked & (predictions.confidence > log_odds(self.tau))  # (R, W)
+        confidence = predictions.confidence  # (R, W)
+        top, gap = best(predictions, lanes, confidence, needed)
+        high = lanes.masked & (confidence > log_odds(self.tau))  # (R, W)
 
-        # where more positions pass tau than are needed, the order of those does not count
-        near = near_probability(predictions.confidence, lanes.masked, self.tau)  # (R,)
-        near_others = near_probability(predictions.confidence, lanes.masked & ~top, self.tau)  # (R,)
-        ahead = high.sum(1) >= needed[:, 0]  # (R,)
-        return Decision(top | high, near.where(ahead, gap.minimum(near_others)), (m,))
+        # If as many positions pass tau as are needed, tau alone decides, not their order. Else the order of the best
+        # decides, and whether one of the others passes tau.
+        tau_decides = high.sum(1) >= needed[:, 0]  # (R,)
+        near_tau = near_probability(confidence, lanes.masked, self.tau)  # (R,)
+        near_tau_of_others = near_probability(confidence, lanes.masked & ~top, self.tau)  # (R,)
+        margin = near_tau.where(tau_decides, gap.minimum(near_tau_of_others))  # (R,)
+        return Decision(top | high, margin, (m,))
 
 
 # ---------------------------------------------------------------- Dream
@@ -202,7 +221,8 @@ def dream_shares(steps: int) -> torch.Tensor:
     import torch
 
     level = torch.linspace(1, EPS, steps + 1)  # (S + 1,) float32, as in their code
-    share = 1 - level[1:] / level[:-1]  # (S,)
+    kept = level[1:] / level[:-1]  # (S,)
+    share = 1 - kept
     share[-1] = 1
     return share
 
@@ -238,8 +258,8 @@ class Dream(Rule, name="dream", speed=("steps",), reads_step=True, adaptive_with
 
     After a block's first position (`seed_first`) the schedule starts at step 1, as in Fast-dLLM's block sampler.
 
-    `alg=confidence_threshold` (Fast-dLLM's copy) gives each step M / steps of the M positions, and those that earlier
-    steps passed over. The most confident of these is revealed, and the others if P1 >= tau.
+    With `alg=confidence_threshold` (Fast-dLLM's copy) a step may reveal M / steps of a block's M positions, and as many
+    more as earlier steps left over. Of that many best positions it reveals the best, and the others if P1 >= tau.
     """
 
     first_step: ClassVar[int] = 0
@@ -276,21 +296,23 @@ class Dream(Rule, name="dream", speed=("steps",), reads_step=True, adaptive_with
         return Decision(*best(predictions, lanes, score, count, slope), (following,))
 
     def _next_step(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of positions revealed by the next step that reveals any (R, 1), and the number of the step after
-        it (R, W).
-        """
+        """The next step that reveals positions: how many (R, 1), and the number of the step after it (R, W)."""
         import torch
 
         left = lanes.masked.sum(1, keepdim=True)  # (R, 1)
-        begin = lanes.memory[0][:, :1] if lanes.memory else torch.zeros_like(left)  # (R, 1)
+        begin = torch.zeros_like(left)  # (R, 1)
+        if lanes.memory:
+            begin = lanes.memory[0][:, :1]
         shares = dream_shares(self.steps).to(left.device)  # (S,)
         count = (left.float() * shares).long()  # (R, S)
         step = torch.arange(self.steps, device=left.device)  # (S,)
-        candidates = (count > 0) & (step >= begin.clamp(min=self.first_step))  # (R, S)
+        is_later = step >= begin.clamp(min=self.first_step)  # (R, S)
+        candidates = (count > 0) & is_later  # (R, S)
         chosen = candidates.long().argmax(1, keepdim=True)  # (R, 1) the first of them
         return count.gather(1, chosen), (chosen + 1).expand_as(lanes.masked)
 
     def _threshold(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        """The decision of `alg=confidence_threshold`."""
         m = first_count(lanes)  # (R, W)
         undivided = m % self.steps > 0  # (R, W)
         if undivided.any():
@@ -304,8 +326,10 @@ class Dream(Rule, name="dream", speed=("steps",), reads_step=True, adaptive_with
         candidates, gap = best(predictions, lanes, predictions.confidence, due - revealed)
         single, first_gap = best(predictions, lanes, predictions.confidence, 1)
         away = predictions.confidence.double() - log_odds(self.tau or 0.0)  # (R, W)
+        pick = candidates & (single | (away >= 0))  # (R, W)
         distance = nearest(away, candidates & ~single) / LOG_ODDS_SLOPE  # (R,)
-        return Decision(candidates & (single | (away >= 0)), gap.minimum(first_gap).minimum(distance), (m,))
+        margin = gap.minimum(first_gap).minimum(distance)  # (R,)
+        return Decision(pick, margin, (m,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,8 +354,9 @@ class ThresholdUntil(Thresholded, name="threshold_until", speed=("mu", "steps"),
         sure = lanes.masked & (confidence >= log_odds(self.mu))  # (R, W)
         distance = near_probability(confidence, lanes.masked, self.mu)  # (R,)
         pick, margin = sure_or_best(predictions, lanes, sure, distance)
-        last = lanes.step >= self.steps - 1  # (R,)
-        return Decision(pick | (lanes.masked & last[:, None]), margin.masked_fill(last, math.inf))
+        is_last = lanes.step >= self.steps - 1  # (R,)
+        pick = pick | (lanes.masked & is_last[:, None])  # (R, W)
+        return Decision(pick, margin.masked_fill(is_last, math.inf))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +376,8 @@ class FallingThreshold(Rule, name="falling_threshold", adaptive=True, speed=("mu
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         progress = (lanes.step.double() / max(1, self.steps - 1)).clamp(max=1)  # (R,)
-        bound = (self.mu - (self.mu - self.low) * progress).logit()[:, None]  # (R, 1) log-odds
-        away = predictions.confidence.double() - bound  # (R, W)
+        bound = self.mu - (self.mu - self.low) * progress  # (R,) of P1
+        away = predictions.confidence.double() - bound.logit()[:, None]  # (R, W) in log-odds
+        sure = lanes.masked & (away > 0)  # (R, W)
         distance = nearest(away, lanes.masked) / LOG_ODDS_SLOPE  # (R,)
-        return Decision(*sure_or_best(predictions, lanes, lanes.masked & (away > 0), distance))
+        return Decision(*sure_or_best(predictions, lanes, sure, distance))

@@ -46,7 +46,8 @@ class RightToLeft(Counted, name="right_to_left", state_only=True, fixed=True):
     """The last k masked positions."""
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
-        return Decision.certain(lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) <= self.k))
+        from_right = lanes.masked.flip(1).cumsum(1).flip(1)  # (R, W) masked positions up to each one
+        return Decision.certain(lanes.masked & (from_right <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Margin(Scored, name="margin"):
         rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
         p1 = 1 - rest  # (R, W)
         p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
-        # 1 - (P1 - P2), which orders like the margin, and does not round to 0 where the margin rounds to 1
+        # 1 - (P1 - P2), which orders like the margin, and keeps its digits where the margin rounds to 1
         below = rest + p2  # (R, W)
 
         # the L1 norm of d(P1 - P2)/d(logits): the logits of the first, of the second, and of all other tokens
@@ -163,29 +164,33 @@ class EntropyBound(Rule, name="entropy_bound", adaptive=True, speed=("gamma",), 
         masked = lanes.masked
         entropy = torch.where(masked, predictions.entropy.double(), math.inf)  # (R, W)
         ascending, order = entropy.sort(dim=1, stable=True)
-        spent = ascending.cumsum(1)  # (R, W) the sum that is compared with gamma: of those before, or with its own
+        # the sum that is compared with gamma: with the position's own entropy, or without
+        spent = ascending.cumsum(1)  # (R, W)
         if not self.inclusive:
             spent = spent.roll(1, 1)
             spent[:, 0] = 0
-        inside = spent < self.gamma if self.inclusive else spent <= self.gamma  # (R, W) a prefix
+        inside = spent < self.gamma if self.inclusive else spent <= self.gamma  # (R, W) the first ranks
         inside[:, 0] = True
         inside &= masked.gather(1, order)
         pick = torch.zeros_like(masked).scatter(1, order, inside)  # (R, W)
 
+        # the rank of the last position that is revealed, and of the first that is not
         count = inside.sum(1, keepdim=True)  # (R, 1)
-        last = count - 1  # (R, 1) the last position that is revealed, and the first that is not
-        following = count.clamp(max=masked.shape[1] - 1)
-        more = count[:, 0] < masked.sum(1)  # (R,) some stay masked
+        last = count - 1  # (R, 1)
+        following = count.clamp(max=masked.shape[1] - 1)  # (R, 1)
+        some_stay = count[:, 0] < masked.sum(1)  # (R,)
 
         # The pick changes if the last position passes gamma, if the following one no longer does, or if the two change
         # places. An entropy H moves by at most 2 H for each unit of logits.
         spent_last = spent.gather(1, last)  # (R, 1)
         spent_following = spent.gather(1, following)
+        entropy_last = ascending.gather(1, last)
         entropy_following = ascending.gather(1, following)
         below = (self.gamma - spent_last) / (2 * spent_last)
         above = (spent_following - self.gamma) / (2 * spent_following)
-        gap = (entropy_following - ascending.gather(1, last)) / (2 * entropy_following)
-        gap = torch.where(predictions.all_mask[:, None], math.inf, gap)
-        below = torch.where(count > 1, below, math.inf)[:, 0]  # the first is always taken
-        rest = torch.where(more, above.minimum(gap)[:, 0], math.inf)
-        return Decision(pick, below.minimum(rest).nan_to_num(nan=0.0, posinf=math.inf))
+        gap = (entropy_following - entropy_last) / (2 * entropy_following)
+        gap = torch.where(predictions.all_mask[:, None], math.inf, gap)  # an exact tie by definition
+        of_last = torch.where(count > 1, below, math.inf)[:, 0]  # (R,) the first rank is always revealed
+        of_following = torch.where(some_stay, above.minimum(gap)[:, 0], math.inf)  # (R,)
+        margin = of_last.minimum(of_following)  # (R,)
+        return Decision(pick, margin.nan_to_num(nan=0.0, posinf=math.inf))

@@ -1,12 +1,12 @@
 """Rules around a rule: a block's first position alone at first, or one sub-block after the other.
 
-    greedy:k=1:seed_first=True    Fast-dLLM's sampler for Dream: the network predicts a token from the position before
-                                  it, and under a prefix or dual cache the position before a block is evaluated only at
-                                  the block's start
+    greedy:k=1:seed_first=True    Fast-dLLM's sampler for Dream
     threshold:mu=0.9:sub_block=8  Fast_dLLM_v2: blocks of 32, in sub-blocks of 8 from left to right
 
-Fast_dLLM_v2 takes a block's first token from the clean positions before it. If a context ends inside a block, that
-block's first position is known, and the rule starts at once (v2/generation_functions.py, batch_sample).
+Dream predicts a token from the position before it, and under a prefix or dual cache the position before a block is
+evaluated only at the block's start. Fast_dLLM_v2 takes a block's first token from the clean positions before it. If a
+context ends inside a block, that block's first position is known, and the rule starts at once
+(v2/generation_functions.py, batch_sample).
 
 Shapes: R lanes, W block width.
 """
@@ -24,9 +24,9 @@ from lm_eval_duel.rules.base import READS, Decision, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Around(Rule):
-    """Base of rules around `rule`. Such a rule reads what `rule` reads, and stands under its name in tables.
+    """The base class of rules around `rule`. Such a rule reads what `rule` reads, and tables list it under its name.
 
-    A subclass has one field with a declared argument, which goes with every rule; `parameter` is its name.
+    A subclass has one field that is declared as an argument and goes with every rule; `parameter` is its name.
     """
 
     parameter: ClassVar[str] = ""
@@ -50,8 +50,7 @@ class Around(Rule):
         return f"{self.rule}:{self.parameter}={getattr(self, self.parameter)}"
 
     def inside(self, predictions: Any, lanes: Any, **planes: Any) -> Decision:
-        """The decision of the rule inside on lanes with other `planes`: it sees the predictions at their masked
-        positions.
+        """The decision of the rule inside, on lanes with other `planes` and the predictions at their masked positions.
 
         `predictions` is None for a fixed rule.
         """
@@ -81,8 +80,8 @@ def emptied(memory: tuple[Any, ...], lanes: Any) -> tuple[Any, ...]:
     """The memory with zeros in `lanes` (R,) bool."""
     planes = []
     for plane in memory:
-        shape = (-1,) + (1,) * (plane.dim() - 1)
-        planes.append(plane.masked_fill(lanes.view(shape), 0))
+        ones = (1,) * (plane.dim() - 1)
+        planes.append(plane.masked_fill(lanes.view(-1, *ones), 0))
     return tuple(planes)
 
 
@@ -113,6 +112,7 @@ class SeedFirst(Around):
         target = lanes.in_target  # (R, W)
         seeded = target[:, 0]  # (R,) the block does not begin inside the context
         fresh = seeded & (lanes.masked == target).all(1)  # (R,) no target is revealed yet
+        # the rule counts its steps from the one after the seed
         decision = self.inside(predictions, lanes, step=(lanes.step - seeded.long()).clamp(min=0))
 
         first = lanes.masked & (lanes.masked.cumsum(1) == 1)  # (R, W)
@@ -143,18 +143,20 @@ class SubBlock(Around):
         import torch
 
         masked = lanes.masked
-        part = torch.arange(masked.shape[1], device=masked.device) // self.sub_block  # (W,)
-        present = torch.where(masked, part, masked.shape[1]).amin(1, keepdim=True)  # (R, 1)
-        inside = masked & (part == present)  # (R, W)
+        wide = masked.shape[1]
+        number = torch.arange(wide, device=masked.device) // self.sub_block  # (W,) of the sub-block
+        first = torch.where(masked, number, wide).amin(1, keepdim=True)  # (R, 1) that has masked positions
+        inside = masked & (number == first)  # (R, W)
         if self.rule.state_only:
             return self.inside(predictions, lanes, masked=inside)
 
         # the first plane of the memory counts the steps in the sub-block; the others are the rule's
-        taken, *memory = lanes.memory or (torch.zeros_like(masked, dtype=torch.int64),)  # (R, W)
-        step = taken[:, 0]  # (R,)
+        steps_taken, *memory = lanes.memory or (torch.zeros_like(masked, dtype=torch.int64),)  # (R, W)
+        step = steps_taken[:, 0]  # (R,)
         decision = self.inside(predictions, lanes, masked=inside, step=step, memory=tuple(memory))
         done = ~(inside & ~decision.pick).any(1)  # (R,)
-        taken = (step + 1).masked_fill(done, 0)[:, None].expand_as(masked)  # (R, W)
+        step = (step + 1).masked_fill(done, 0)
+        steps_taken = step[:, None].expand_as(masked)  # (R, W)
         if not self.carries:
             decision = decision._replace(memory=emptied(decision.memory, done))
-        return decision._replace(memory=(taken, *decision.memory))
+        return decision._replace(memory=(steps_taken, *decision.memory))
