@@ -240,7 +240,7 @@ class Total:
 class TwoPhaseBlocks(BlockSums):
     """The blocks of a two-phase estimate. f and g are the log-probs of a block without and with the cache, in nats.
 
-    `sampled`: the number of blocks that have both; `drawn`: of those with a weight above 1, which stand for others, too.
+    `sampled` counts the blocks that have both, and `drawn` those of them with a weight above 1, which stand for others.
     """
 
     name: ClassVar[str] = "two_phase"

@@ -18,7 +18,8 @@ class Display:
     """The views of a dataclass with `tokens`, `token_logprobs` and `reveal_steps`, an entry for each token."""
 
     shown: ClassVar[tuple[str, ...]] = ()  # the fields of the line, after the text
-    internal: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out: others have their content
+    # fields that `to_dict` leaves out, since others have their content
+    internal: ClassVar[tuple[str, ...]] = ()
 
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
@@ -33,12 +34,16 @@ class Display:
 
     def __repr__(self) -> str:
         bound = getattr(self, "bound", False)
-        values = [shown_value(name, getattr(self, name), self.errors.get(name), bound) for name in self.shown]
-        parts = [shown_text(self.text), *values, counted(len(self.tokens), "token"), self.kind]
+        parts = [shown_text(self.text)]
+        for name in self.shown:
+            error = self.errors.get(name)
+            parts.append(shown_value(name, getattr(self, name), error, bound))
+        parts.append(counted(len(self.tokens), "token"))
+        parts.append(self.kind)
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The tokens for a notebook, coloured by log-probability; the pointer shows each one's number and step."""
+        """The tokens for a notebook, coloured by log-probability; a tooltip has each token's number and step."""
         spans = []
         for n, token in enumerate(self.tokens):
             colour = "transparent"
@@ -46,17 +51,19 @@ class Display:
             if self.token_logprobs:
                 nats = -self.token_logprobs[n]
                 last = len(SURE_TO_SURPRISED) - 1
-                colour = SURE_TO_SURPRISED[round(last * min(1.0, max(0.0, nats) / MOST_NATS))]
+                index = round(last * min(1.0, max(0.0, nats) / MOST_NATS))
+                colour = SURE_TO_SURPRISED[index]
                 about.append(f"log p {-nats:.3f}")
             if self.reveal_steps:
                 step = self.reveal_steps[n]
                 about.append("given" if step < 0 else f"step {step} of its block")
-            spans.append(
-                f'<span style="background:{colour};color:#000" title="{", ".join(about)}">{html.escape(token)}</span>'
-            )
+            style = f"background:{colour};color:#000"
+            tooltip = ", ".join(about)
+            spans.append(f'<span style="{style}" title="{tooltip}">{html.escape(token)}</span>')
+        text = "".join(spans)
         legend = "".join(f'<span style="background:{colour}">&nbsp;&nbsp;</span>' for colour in SURE_TO_SURPRISED)
         caption = f"{html.escape(repr(self))}<br>-log p: 0 {legend} {MOST_NATS:g} nats or more"
-        return f'<div style="white-space:pre-wrap">{"".join(spans)}</div><div><small>{caption}</small></div>'
+        return f'<div style="white-space:pre-wrap">{text}</div><div><small>{caption}</small></div>'
 
     def to_dict(self) -> dict[str, Any]:
         """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
@@ -83,7 +90,7 @@ def shown_text(text: str) -> str:
 
 
 def shown_value(name: str, value: float, error: float | None = None, bound: bool = False) -> str:
-    """A value with its name, as in perplexity≤55.1500 ± 0.5500. A bound of log_prob is one from below."""
+    """A value with its name, as in perplexity≤55.1500 ± 0.5500. If it is a bound, that of log_prob is a lower one."""
     sign = "="
     if bound:
         sign = "≥" if name == "log_prob" else "≤"

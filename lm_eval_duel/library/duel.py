@@ -58,9 +58,12 @@ KEYWORDS = ("rule", "block", "grid", "estimator", "windows", *SIZES)  # with whi
 
 
 def shows_keywords_of(constructor: Callable[..., None]) -> Callable[[Made], Made]:
-    """A decorator of functions that pass `**arguments` on: help() shows the `KEYWORDS` of the constructor there."""
+    """A decorator of functions that pass `**arguments` to the constructor, so that help() shows its `KEYWORDS`."""
     declared = inspect.signature(constructor).parameters
-    shown = [declared[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in KEYWORDS]
+    shown = []
+    for name in KEYWORDS:
+        keyword = declared[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        shown.append(keyword)
 
     def decorate(function: Made) -> Made:
         *named, rest = inspect.signature(function).parameters.values()
@@ -126,13 +129,22 @@ class Duel(OnIds):
                 f"{rule!r}."
             )
         if isinstance(rule, str):
-            rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
+            rule = parse(rule)
+            if tokenizer is not None:
+                rule = rule.with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
-        sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
-        made = Estimator.from_options(denoiser, options, **sizes)
+        made = Estimator.from_options(
+            denoiser,
+            options,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            traced=traced,
+        )
         made.name_ignored_args([*given, *arguments])
-        text = None if tokenizer is None else TextEncoder(tokenizer, denoiser, options.windows, made.block)
+        text = None
+        if tokenizer is not None:
+            text = TextEncoder(tokenizer, denoiser, options.windows, made.block)
         self._take(denoiser, made, text)
 
     @classmethod
@@ -281,27 +293,40 @@ class Duel(OnIds):
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
         encoder = self._require_encoder("score", texts)
-        around = list(zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True))
-        is_alone = contexts is None and suffixes is None
-        documents = text_windows(encoder, texts, None if is_alone else around)
+        contexts_of_texts = one_each(texts, contexts, "contexts")
+        suffixes_of_texts = one_each(texts, suffixes, "suffixes")
+        around = None
+        if contexts is not None or suffixes is not None:
+            around = list(zip(contexts_of_texts, suffixes_of_texts, strict=True))
+        documents = text_windows(encoder, texts, around)
         empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
         if len(empty) == 1:
             log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
         elif empty:
             log.warning("Texts %s have no tokens, so their perplexities are nan.", ", ".join(empty))
+
         fingerprint = self.fingerprint
-        missing = tokens = 0
-        for n, scores in score_documents([each.windows for each in documents], self.stream, "Text {}".format):
-            absent = encoder.unknown(documents[n].windows, texts[n])
-            missing += absent
+        unknown_tokens = 0
+        tokens = 0
+        windows = [each.windows for each in documents]
+        for n, scores in score_documents(windows, self.stream, "Text {}".format):
+            unknown = encoder.unknown(documents[n].windows, texts[n])
+            unknown_tokens += unknown
             tokens += documents[n].tokens
-            context, suffix = around[n]
             score = TextScore.from_scores(
-                texts[n], documents[n], scores, self.estimator, encoder.tokenizer, absent, context, suffix, fingerprint
+                texts[n],
+                documents[n],
+                scores,
+                self.estimator,
+                encoder.tokenizer,
+                unknown,
+                contexts_of_texts[n],
+                suffixes_of_texts[n],
+                fingerprint,
             )
             yield n, score
-        if missing:
-            log.warning("%s", unknown_share(missing, tokens))
+        if unknown_tokens:
+            log.warning("%s", unknown_share(unknown_tokens, tokens))
 
     def estimate(
         self,
@@ -339,11 +364,10 @@ class Duel(OnIds):
         )
         documents = text_windows(self._require_encoder("estimate", texts), texts)
         windows = [each.windows for each in documents]
+        estimates: dict[int, TextEstimate] = {}
         with estimator.one_run():
-            estimates = {
-                n: TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
-                for n, scores in score_documents(windows, estimator.stream, "Text {}".format)
-            }
+            for n, scores in score_documents(windows, estimator.stream, "Text {}".format):
+                estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
         return [estimates[n] for n in range(len(texts))]
 
     # ------------------------------------------------------------ text out
@@ -401,6 +425,7 @@ class Duel(OnIds):
                 "until": until,
             }
         )
+        # a single text in place of a list is refused; of a list, the ids are no texts to check
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", written)
         after = one_each(prompts, suffixes, "suffixes")
@@ -411,29 +436,45 @@ class Duel(OnIds):
                     length = min(length, encoder.room(prompt, after[n]))
             settings = dataclasses.replace(settings, length=length)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
-        return self._generated(generator, prompts, range(len(prompts)) if keys is None else keys, after)
+        if keys is None:
+            keys = range(len(prompts))
+        return self._generated(generator, prompts, keys, after)
 
     def _generated(
-        self, generator: Generator, prompts: Sequence[TextOrIds], keys: Sequence[int], after: Sequence[TextOrIds]
+        self,
+        generator: Generator,
+        prompts: Sequence[TextOrIds],
+        keys: Sequence[int],
+        after: Sequence[TextOrIds],
     ) -> Iterator[tuple[int, GeneratedText]]:
+        """(index, continuation) of each prompt as it is finished."""
         encoder = generator.text
-        changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]  # temperature, top_k, top_p
-        windows = []
+        # what this text alone adds to the filters of the network: temperature, top_k, top_p
+        changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]
         for note in generator.notes:
             log.warning("%s", note)
+        windows = []
         cut_before = encoder.cut_contexts
         for n, prompt in enumerate(prompts):
             with naming(f"Prompt {n}"):
                 windows.append(generator.prompt(prompt, after[n]))
-        if cut := encoder.cut_contexts - cut_before:
+        cut = encoder.cut_contexts - cut_before
+        if cut:
             log.warning(
-                "%d of %d prompts cut to leave room for max_new_tokens=%d", cut, len(prompts), generator.settings.length
+                "%d of %d prompts cut to leave room for max_new_tokens=%d",
+                cut,
+                len(prompts),
+                generator.settings.length,
             )
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
-                yield (
-                    n,
-                    GeneratedText.from_sample(
-                        prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes
-                    ),
+                generated = GeneratedText.from_sample(
+                    prompts[n],
+                    text,
+                    window,
+                    sample,
+                    generator.duel,
+                    encoder.tokenizer,
+                    changes,
                 )
+                yield n, generated

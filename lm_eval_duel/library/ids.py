@@ -89,7 +89,9 @@ class OnIds:
     def rule(self) -> Rule | None:
         """The unmasking rule, or None if the estimator follows none."""
         entry = registry.find(self.estimator.name)
-        return getattr(self.estimator, "rule", None) if entry.follows_rule or entry.causal else None
+        if not entry.follows_rule and not entry.causal:
+            return None
+        return getattr(self.estimator, "rule", None)
 
     @property
     def block(self) -> int | None:
@@ -107,15 +109,19 @@ class OnIds:
         return self.estimator.counts
 
     def __repr__(self) -> str:
-        dtype = self.spec.get("dtype")
-        network = self.spec["denoiser"] + (f" ({dtype})" if dtype else "")
-        parts = {"rule": self.rule, "block": self.block, "grid": self.grid, "network": network}
+        parts = []
         if self.estimator.name != "duel":
-            parts = {"estimator": self.estimator.name, **parts}
-        if parts["rule"] is None:  # a block of None is shown: it means the whole target
-            del parts["rule"]
-        words = ", ".join(f"{key}={value}" for key, value in parts.items())
-        return f"Duel({words}, fingerprint={self.fingerprint})"
+            parts.append(f"estimator={self.estimator.name}")
+        if self.rule is not None:
+            parts.append(f"rule={self.rule}")
+        parts.append(f"block={self.block}")  # None, too, which means the whole target
+        parts.append(f"grid={self.grid}")
+        network = self.spec["denoiser"]
+        if "dtype" in self.spec:
+            network += f" ({self.spec['dtype']})"
+        parts.append(f"network={network}")
+        parts.append(f"fingerprint={self.fingerprint}")
+        return f"Duel({', '.join(parts)})"
 
     # ------------------------------------------------------------ ids in
 
@@ -175,14 +181,16 @@ class OnIds:
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
         befores: list[Ids] = []
         afters: list[Ids] = []
-        for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):
+        given_suffixes = one_each(contexts, suffixes, "suffixes", ())
+        for n, (before, after) in enumerate(zip(contexts, given_suffixes, strict=True)):
             if isinstance(before, str) or isinstance(after, str):
                 with naming(f"Context {n}"):
                     window = self._require_encoder("sample", []).prompt(before, length, after)
                 before, after = window.context, window.suffix
             befores.append(before)
             afters.append(after)
-        return self._sampler("sample", *SAMPLERS).stream_samples(
+        sampler = self._sampler("sample", *SAMPLERS)
+        return sampler.stream_samples(
             befores, length, suffixes=afters, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
         )
 
@@ -202,7 +210,10 @@ class OnIds:
         return self._sampler("replay", *FIXED_ORDERS).replay(windows, reveal_steps)
 
     def differentiable(
-        self, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int = 1
+        self,
+        windows: Sequence[Window],
+        reveal_steps: Sequence[Ids],
+        batch_size: int = 1,
     ) -> torch.Tensor:
         """The log-probability of each token along recorded orders, as a tensor with a graph, for any loss.
 
@@ -294,21 +305,25 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
     """The options of an estimator, given as keywords of Python."""
     entry = registry.find(estimator)
     registry.check_arguments(arguments, entry.name)
+    known = own_arguments(entry)
     for key, value in arguments.items():
-        if key in rules.PARAMETERS and key not in own_arguments(entry):
+        if key in known:
+            continue
+        if key in rules.PARAMETERS:
             raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
-        if key in NETWORK_ARGUMENTS and key not in own_arguments(entry):
+        if key in NETWORK_ARGUMENTS:
             raise DuelError(
                 f"'{key}' is an argument of the network: pass it where the network is loaded, as in "
                 f"load(NAME, {key}={value!r}), or to Duel.from_pretrained."
             )
-        if key not in own_arguments(entry):
-            raise unknown("argument", key, own_arguments(entry), f"of estimator={entry.name}")
+        raise unknown("argument", key, known, f"of estimator={entry.name}")
     return Options.parse({"estimator": entry.name, **arguments})
 
 
 def text_windows(
-    encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None,
 ) -> list[EncodedText]:
     """Each text as it is scored, as in the harness.
 
@@ -329,14 +344,21 @@ def text_windows(
                 if isinstance(before, str) and isinstance(after, str):
                     _, scored, _ = split_at_borders(before, text, after or None)
                 encoded.append(EncodedText(len(window.target), [window] if window.target else [], scored))
-    if cut := encoder.cut_contexts - cut_before:
-        length = encoder.denoiser.max_length
-        log.warning("The context or suffix of %s was cut to fit max_length=%d", counted(cut, "text"), length)
+    cut = encoder.cut_contexts - cut_before
+    if cut:
+        log.warning(
+            "The context or suffix of %s was cut to fit max_length=%d",
+            counted(cut, "text"),
+            encoder.denoiser.max_length,
+        )
     return encoded
 
 
 def one_each(
-    texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
+    texts: Sequence[Any],
+    given: Sequence[TextOrIds] | None,
+    name: str,
+    nothing: TextOrIds = "",
 ) -> Sequence[TextOrIds]:
     """The context or suffix of each text; raises DuelError if there is not one for each."""
     if given is None:

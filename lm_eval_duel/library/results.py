@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Kind, Sample, Score
@@ -97,6 +97,14 @@ class TextScore(Display):
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
         value = estimator.worth.with_nats(total.log_prob, total.stderr)
+        target_ids: list[int] = []
+        for window in windows:
+            target_ids += window.target
+        token_logprobs: list[float] = []
+        reveal_steps: list[int] = []
+        for score in scores:
+            token_logprobs += score.token_logprobs
+            reveal_steps += score.reveal_steps
         return cls(
             text=text,
             log_prob=total.log_prob,
@@ -105,9 +113,9 @@ class TextScore(Display):
             kind=value.label,
             perplexity=_perplexity(total.log_prob, encoded.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
-            tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
-            token_logprobs=tuple(value for score in scores for value in score.token_logprobs),
-            reveal_steps=tuple(step for score in scores for step in score.reveal_steps),
+            tokens=tuple(token_texts(target_ids, tokenizer)),
+            token_logprobs=tuple(token_logprobs),
+            reveal_steps=tuple(reveal_steps),
             nfe=total.nfe,
             near_ties=total.near_ties,
             windows=tuple(windows),
@@ -182,31 +190,45 @@ class TextEstimate:
 
     @classmethod
     def from_scores(
-        cls, text: str, encoded: EncodedText, scores: Sequence[Score], estimator: Estimator
+        cls,
+        text: str,
+        encoded: EncodedText,
+        scores: Sequence[Score],
+        estimator: Estimator,
     ) -> TextEstimate:
         """The estimate of a text from the scores of its windows."""
         sums = Total.from_scores(encoded.windows, scores, estimator.name)
-        sizes = encoded.tokens, count_units(encoded.scored).bytes
-        return cls._of(text, sizes, tuple(scores), sums, estimator.describe())
+        sizes = (encoded.tokens, count_units(encoded.scored).bytes)
+        return cls._from_sums(text, sizes, tuple(scores), sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
-        """The estimate of several texts together. Equal texts have one sample, and the error takes it into account."""
-        scores = tuple(score for estimate in estimates for score in estimate.window_scores)
+        """The estimate of several texts together. Equal texts have one sample, which the error takes into account."""
+        scores: list[Score] = []
+        for estimate in estimates:
+            scores += estimate.window_scores
         tokens = sum(estimate.tokens for estimate in estimates)
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
-        return cls._of(None, (tokens, size), scores, sums, estimates[0].spec if estimates else {})
+        spec = estimates[0].spec if estimates else {}
+        return cls._from_sums(None, (tokens, size), tuple(scores), sums, spec)
 
     @classmethod
-    def _of(
-        cls, text: str | None, sizes: tuple[int, int], scores: tuple[Score, ...], sums: Total, spec: Any
+    def _from_sums(
+        cls,
+        text: str | None,
+        sizes: tuple[int, int],
+        scores: tuple[Score, ...],
+        sums: Total,
+        spec: dict[str, object],
     ) -> TextEstimate:
+        """An estimate from the sums over its windows; `sizes`: tokens and bytes."""
+        tokens, size = sizes
         blocks = cast(TwoPhaseBlocks, sums.blocks or TwoPhaseBlocks())
         return cls(
             text=text,
-            tokens=sizes[0],
-            bytes=sizes[1],
+            tokens=tokens,
+            bytes=size,
             log_prob=sums.log_prob,
             stderr=sums.stderr if sums.windows else 0.0,
             blocks=blocks.count,
@@ -276,13 +298,22 @@ class GeneratedText(Display):
 
 
 def _perplexity(log_prob: float, tokens: int) -> float:
-    return rates.perplexity(-log_prob / tokens) if tokens else math.nan
+    """The perplexity per token, NaN without tokens."""
+    if not tokens:
+        return math.nan
+    return rates.perplexity(-log_prob / tokens)
 
 
 def _perplexity_error(perplexity: float, stderr: float, tokens: int) -> float:
     """The standard error of a perplexity from that of log_prob (delta method), NaN without tokens."""
-    return perplexity * stderr / tokens if tokens else math.nan
+    if not tokens:
+        return math.nan
+    return perplexity * stderr / tokens
 
 
 def _bits_per_byte(log_prob: float, size: int) -> float:
-    return (0.0 - log_prob) / math.log(2) / size if size else math.nan  # of no tokens 0.0, not -0.0
+    """-log_prob in bits per byte, NaN for an empty text."""
+    if not size:
+        return math.nan
+    # a log_prob of 0.0 gives 0.0, and -log_prob would give -0.0
+    return (0.0 - log_prob) / math.log(2) / size

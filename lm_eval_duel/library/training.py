@@ -12,12 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lm_eval_duel.arguments import COUNT, RAW, Argument
 from lm_eval_duel.core.scores import ratio
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import cost
@@ -30,14 +31,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("lm_eval.duel_mdm")
+ScoredText: TypeAlias = tuple[int, float, int]  # (number of the text, log_prob, bytes)
 _named_choices: set[tuple[int, int, int]] = set()  # (texts that fit, texts, budget) of warnings
 
-# positional, or of a single Duel
-NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "estimator", "network", "arguments"}
-# arguments on which no number depends, or that say what the network is
+# names in the signatures of `training_metrics` and `Duel.from_model` that are no keywords here
+NOT_ARGUMENTS = {
+    "arguments",
+    "estimator",
+    "model",
+    "network",
+    "rule",
+    "texts",
+    "tokenizer",
+    "traced",
+}
+# arguments on which no number depends, or that say what the network is; they are not part of a metric's name
 UNLABELLED = (
-    *("attention", "batch_size", "device", "family", "mask_token_id", "max_batch_size", "module", "self_tests"),
-    *("shift_logits", "weights"),
+    "attention",
+    "batch_size",
+    "device",
+    "family",
+    "mask_token_id",
+    "max_batch_size",
+    "module",
+    "self_tests",
+    "shift_logits",
+    "weights",
 )
 
 
@@ -79,38 +98,41 @@ def training_metrics(
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
     _check_network_and_tokenizer(model, tokenizer)
-    ways = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
+    qualifiers = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
+    rank = 0
+    world = 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+        world = torch.distributed.get_world_size()
 
-    def score() -> list[list[tuple[int, float, int]]]:
+    def score() -> list[list[ScoredText]]:
+        """The scores of this rank's share of the texts, for each rule."""
         duels = _duels(model, tokenizer, rules, block, arguments)
-        chosen = texts if token_budget is None else texts[: _fitting(duels, texts, sample, token_budget)]
+        chosen = texts
+        if token_budget is not None:
+            chosen = texts[: _fitting(duels, texts, sample, token_budget)]
         numbers = range(rank, len(chosen), world)
-        mine = [chosen[n] for n in numbers]
-        shares = []
-        for duel in duels:
-            scores: Sequence[Any] = duel.score(mine) if sample is None else duel.estimate(mine, sample=sample)
-            share = []
-            for n, text, scored in zip(numbers, mine, scores, strict=True):
-                share.append((n, scored.log_prob, len(text.encode())))
-            shares.append(share)
-        return shares
+        return [_scored(duel, chosen, numbers, sample) for duel in duels]
 
     of_ranks = _gathered(score, world)
     metrics = {}
     for place, rule in enumerate(rules):
-        scores = []
-        for shares_of_rank in of_ranks:
-            scores += shares_of_rank[place]
-        scores.sort()  # in the order of texts, so that the sums are the same for every number of ranks
-        method = ",".join([str(rule), *ways])
+        scored: list[ScoredText] = []
+        for scores_of_rules in of_ranks:
+            scored += scores_of_rules[place]
+        scored.sort()  # in the order of texts, so that the sums are the same for every number of ranks
+        method = ",".join([str(rule), *qualifiers])
         prefix = f"{name}/{method}/bits_per_byte"
-        sizes = [size for _, _, size in scores]
-        bits = [-log_prob / math.log(2) for _, log_prob, _ in scores]
-        metrics[prefix], stderr = ratio(bits, sizes) if any(sizes) else (math.nan, None)
-        if stderr is not None:
-            metrics[f"{prefix}_stderr"] = stderr
+        bits = []
+        sizes = []
+        for _, log_prob, size in scored:
+            bits.append(-log_prob / math.log(2))
+            sizes.append(size)
+        metrics[prefix] = math.nan
+        if any(sizes):
+            metrics[prefix], stderr = ratio(bits, sizes)
+            if stderr is not None:
+                metrics[f"{prefix}_stderr"] = stderr
     return metrics
 
 
@@ -162,7 +184,7 @@ def check_arguments(
             f"Duel.from_model(model, tokenizer, estimator={arguments['estimator']!r}).score(texts)."
         )
     require_known("argument", arguments, names - NOT_ARGUMENTS, "of training_metrics")
-    ways = []
+    qualifiers = []
     if sample is not None:
         TwoPhaseArguments(sample)
         if arguments.get("cache"):
@@ -170,17 +192,21 @@ def check_arguments(
                 f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the "
                 "cached sampler; leave one of them out."
             )
-        ways.append("two_phase")
+        qualifiers.append("two_phase")
     COUNT("token_budget", token_budget)
     in_memory.require_dtype(arguments.get("autocast"))
     of_network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
     LoadOptions("model", torch.device("cpu"), **of_network)  # its checks alone are wanted
     for key, value in sorted(arguments.items()):
+        if key in UNLABELLED:
+            continue
         argument = MODEL_ARGUMENTS.get(key, Argument(RAW))
-        if key not in UNLABELLED and (read := argument.read(key, value)) != argument.default:
-            text = "+".join(map(str, read)) if isinstance(read, tuple) else str(read)
-            ways.append(f"{key}={text.removeprefix('torch.')}")
-    return ways
+        read = argument.read(key, value)
+        if read == argument.default:
+            continue
+        text = "+".join(map(str, read)) if isinstance(read, tuple) else str(read)
+        qualifiers.append(f"{key}={text.removeprefix('torch.')}")
+    return qualifiers
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
@@ -207,8 +233,11 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
         count = partial(setting.cached, cache=duel.denoiser.cache)
     else:
         count = setting.exact
-    windows = [window for text in texts for window in duel.windows(text)]
-    return int(cost.sum_over(cost.layouts(windows), count).token_rows)
+    windows: list[Window] = []
+    for text in texts:
+        windows += duel.windows(text)
+    layouts = cost.layouts(windows)
+    return int(cost.sum_over(layouts, count).token_rows)
 
 
 class DuelCallback:
@@ -238,7 +267,8 @@ class DuelCallback:
     ):
         COUNT("every", every)
         check_arguments(texts, **arguments)
-        evaluates = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no"
+        strategy = trainer.args.eval_strategy  # an enum of transformers, or its text
+        evaluates = str(getattr(strategy, "value", strategy)) != "no"
         if every is None and not evaluates:
             raise DuelError("The Trainer never evaluates (eval_strategy='no'), so pass every=<steps> to DuelCallback.")
         self.tokenizer = trainer.processing_class if tokenizer is None else tokenizer
@@ -281,20 +311,49 @@ class DuelCallback:
         control = self.trainer.control
         loss_is_due = control.should_log
         self.trainer.log(metrics)
-        control.should_log = loss_is_due  # which each log resets, and the Trainer's own is later in this step
+        # logging resets it, and the Trainer logs its loss later in this step
+        control.should_log = loss_is_due
 
 
 # ---------------------------------------------------------------- the work of a rank
 
 
 def _duels(
-    model: Any, tokenizer: PreTrainedTokenizerBase, rules: Sequence[str], block: Block, arguments: dict[str, Any]
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rules: Sequence[str],
+    block: Block,
+    arguments: dict[str, Any],
 ) -> list[Duel]:
-    """A Duel for each rule, on one denoiser, made for one score: what self-tests detect depends on the weights."""
+    """A Duel for each rule, on one denoiser.
+
+    They are made anew for each score, since what self-tests detect depends on the weights.
+    """
     first = Duel.from_model(model, tokenizer, rule=rules[0], block=block, **arguments)
     shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": first.estimator.budget}
     shared |= {key: arguments[key] for key in ("grid", "windows") if key in arguments}
-    return [first, *(Duel(first.denoiser, rule, first.block, **shared) for rule in rules[1:])]
+    duels = [first]
+    for rule in rules[1:]:
+        duels.append(Duel(first.denoiser, rule, first.block, **shared))
+    return duels
+
+
+def _scored(
+    duel: Duel,
+    texts: Sequence[str],
+    numbers: Sequence[int],
+    sample: float | None,
+) -> list[ScoredText]:
+    """The texts with these numbers, scored, or estimated from a `sample` of blocks."""
+    of_rank = [texts[n] for n in numbers]
+    if sample is None:
+        log_probs = [score.log_prob for score in duel.score(of_rank)]
+    else:
+        log_probs = [estimate.log_prob for estimate in duel.estimate(of_rank, sample=sample)]
+    scored = []
+    for n, text, log_prob in zip(numbers, of_rank, log_probs, strict=True):
+        scored.append((n, log_prob, len(text.encode())))
+    return scored
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
@@ -311,7 +370,8 @@ def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, 
         )
     if fitting < len(texts):
         choice = (fitting, len(texts), budget)
-        level = logging.INFO if choice in _named_choices else logging.WARNING  # a loop chooses the same texts each time
+        # a training loop makes the same choice each time, and is warned of it once
+        level = logging.INFO if choice in _named_choices else logging.WARNING
         _named_choices.add(choice)
         log.log(level, "%d of %d texts fit token_budget=%d (%d network tokens)", *choice, tokens(fitting))
     return fitting
@@ -326,7 +386,7 @@ def _gathered(work: Callable[[], Any], world: int) -> list[Any]:
     reason = None
     try:
         result = work()
-    except Exception as raised:  # the other ranks wait: they must hear of it
+    except Exception as raised:  # not raised yet, since the other ranks wait for this one
         error = raised
         reason = f"{type(raised).__name__}: {raised}"
     of_ranks: list[Any] = [None] * world
