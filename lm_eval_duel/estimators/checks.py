@@ -260,7 +260,7 @@ class WindowCase:
 
 
 def _problems(case: WindowCase) -> Iterator[str]:
-    """What is wrong with a window, the most basic first. Each message completes "Window n ..."."""
+    """The problems of a window, the most basic first. Each message completes "Window n ..."."""
     yield from _of_layout(case)
     yield from _of_ids(case)
     yield from _of_attention(case)
