@@ -27,7 +27,6 @@ doc_to_target: text
 metric_list: [{{metric: word_perplexity}}]
 """
 CODE = """
-import os
 import random
 import numpy
 
