@@ -90,7 +90,9 @@ def test_one_lattice_gives_what_the_runs_give(tmp_path):
         if args["pretrained"] == "demo-bd" and "k" not in args:
             runs[args.get("rule") or args["estimator"]] = nats
 
-    for n, record in enumerate(trace.read(path)):
+    records = trace.read(path)
+    assert len(records) == 2
+    for n, record in enumerate(records):
         assert record["values"] == {
             "oracle": close_nats(ORDERS["oracle"][n], 128),
             "elbo_exact": close_nats(ORDERS["elbo_exact"][n], 128),
