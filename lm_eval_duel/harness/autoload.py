@@ -122,14 +122,18 @@ def prepare_tasks() -> None:
 
 def _advice(message: str, folders: str | Path | Sequence[str | Path] | None) -> str:
     """Sentences for lm-eval's message about unknown tasks, each with a space before it; empty for other messages."""
+    import pathlib
+
     from lm_eval_duel.tasks.data import task_files
     from lm_eval_duel.tasks.named import nearest_in, unreadable
 
     _, is_about_tasks, missing = message.partition("Tasks not found: ")
     if not is_about_tasks:
         return ""
-    if not isinstance(folders, list | tuple):
-        folders = [folders] if folders else []
+    if not folders:
+        folders = []
+    elif isinstance(folders, str | pathlib.Path):
+        folders = [folders]
     our_tasks = {file.stem for file in task_files()}
     ours = []
     others = []
