@@ -19,6 +19,7 @@ from lm_eval_duel.library import training
 
 TEXTS = ["", "a", "\u00e9", "a b", "a b c", "d e f g"]
 NATS = {"": 0.0, "a": -1.0, "\u00e9": -2.5, "a b": -3.0, "a b c": -7.0, "d e f g": -math.inf}
+TOKENIZER = SimpleNamespace(get_vocab=dict)  # it is asked for, and not read without a network
 
 
 @pytest.fixture
@@ -69,7 +70,9 @@ def by_hand(texts, factor):
 def test_sums_and_errors(count, no_network):
     texts = TEXTS[:count]
 
-    metrics = training_metrics(None, None, texts, rules=["greedy", "margin:k=2"], name="held-out", sample=0.5, block=4)
+    metrics = training_metrics(
+        None, TOKENIZER, texts, rules=["greedy", "margin:k=2"], name="held-out", sample=0.5, block=4
+    )
 
     expected = {}
     for rule, factor in (("greedy", 1), ("margin:k=2", 2)):
@@ -85,12 +88,12 @@ def test_sums_and_errors(count, no_network):
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_every_number_of_ranks_has_the_same_metrics(world, no_network, monkeypatch):
     """A rank scores every world-th text, from its own on."""
-    whole = training_metrics(None, None, TEXTS[:5], block=4)
+    whole = training_metrics(None, TOKENIZER, TEXTS[:5], block=4)
     shares = {}
 
     for rank in range(world):
         use_rank(monkeypatch, rank, world, shares)
-        metrics = training_metrics(None, None, TEXTS[:5], block=4)
+        metrics = training_metrics(None, TOKENIZER, TEXTS[:5], block=4)
 
     assert metrics == pytest.approx(whole, rel=1e-12), "the last rank knows all shares"
     if world > 1:
