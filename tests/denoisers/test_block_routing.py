@@ -6,11 +6,10 @@ from lm_eval_duel.denoisers.hf.block_routing import blocks_of, choose
 
 
 def by_hand(scores, block, capacity, count):
-    """The experts of each token, with ties from the lowest."""
+    """The experts of each token: the best of the `capacity` that its block has, with ties from the lowest."""
     chosen = []
     for token, number in zip(scores.tolist(), block.tolist(), strict=True):
-        mates = scores[block == number].tolist()
-        peak = [max(column) for column in zip(*mates, strict=True)]
+        peak = scores[block == number].amax(0).tolist()
         allowed = sorted(range(len(peak)), key=lambda e: (-peak[e], e))[:capacity]
         chosen.append(sorted(allowed, key=lambda e: (-token[e], e))[:count])
     return torch.tensor(chosen)
@@ -21,9 +20,21 @@ def test_choices_are_those_of_a_loop_ties_included():
     for capacity, count in ((2, 1), (3, 3), (5, 2), (8, 3)):
         scores = torch.randint(5, (40, 8), generator=generator).float()  # many are equal
         block = torch.randint(6, (40,), generator=generator) * 7
-        assert torch.equal(choose(scores, block, capacity, count), by_hand(scores, block, capacity, count))
+
+        expected = by_hand(scores, block, capacity, count)
+        assert torch.equal(choose(scores, block, capacity, count), expected)
 
 
 def test_positions_that_see_each_other_are_a_block():
-    seen = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]).bool()
-    assert blocks_of(seen[None], 2).tolist() == [0, 0, 2, 2, 4, 5, 5, 7, 7, 9]  # a position that sees not even itself
+    """The last one sees not even itself."""
+    seen = [
+        [1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 0],
+    ]
+
+    of_two_rows = blocks_of(torch.tensor([seen]).bool(), 2)
+
+    assert of_two_rows.tolist() == [0, 0, 2, 2, 4, 5, 5, 7, 7, 9]

@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 from lm_eval_duel.audit import plain_networks as plain
 
-D, INNER, MASK = 16, 24, 4
+D = 16
+INNER = 24
+MASK = 4
 
 
 def remote(model, base=None, **entries):
@@ -24,18 +26,30 @@ def of_class(model, base, **entries):
 
 
 COMMON = {
-    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
-    **{"hidden_size": D, "intermediate_size": INNER, "max_position_embeddings": 64, "num_attention_heads": 4},
-    **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1_000_000.0},
-    **{"torch_dtype": "bfloat16", "use_cache": True, "vocab_size": tiny.ROWS},
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": D,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": tiny.ROWS,
 }
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
 QWEN2 = {**COMMON, "model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True}  # never read
 QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 8}
 QWEN3_MOE = {
     **QWEN3,
-    **{"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 16, "norm_topk_prob": True},
-    **{"num_experts": 6, "num_experts_per_tok": 2},
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
 }
 STRETCH = {
     "factor": 8.0,
@@ -44,9 +58,16 @@ STRETCH = {
     "original_max_position_embeddings": 16,
     "rope_type": "llama3",
 }
-YARN = {  # its factor is below 1, as in the 3B
-    **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 0.25, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
-    **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 256, "rope_theta": 10_000.0, "rope_type": "yarn"},
+YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 0.25,  # below 1, as in the 3B
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "rope_type": "yarn",
 }
 
 
@@ -110,43 +131,90 @@ class Case:
 
 LLADA = remote(
     "LLaDAModelLM",
-    **{"activation_type": "silu", "alibi": False, "block_type": "llama", "d_model": D, "embedding_size": 48},
-    **{"include_bias": False, "layer_norm_type": "rms", "mask_token_id": 45, "max_sequence_length": 64},
-    **{"mlp_hidden_size": 24, "model_type": "llada", "n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
-    **{"rope_theta": 500_000.0, "vocab_size": 34, "weight_tying": False},
+    activation_type="silu",
+    alibi=False,
+    block_type="llama",
+    d_model=D,
+    embedding_size=48,
+    include_bias=False,
+    layer_norm_type="rms",
+    mask_token_id=45,
+    max_sequence_length=64,
+    mlp_hidden_size=24,
+    model_type="llada",
+    n_heads=4,
+    n_kv_heads=2,
+    n_layers=2,
+    rope_theta=500_000.0,
+    vocab_size=34,
+    weight_tying=False,
 )
 LLADA_NET = net(LLADA, plain.LLADA)
 DREAM = remote("DreamModel", QWEN2, mask_token_id=35, max_position_embeddings=4096, model_type="Dream")
 MMADA = remote("MMadaModelLM", without(LLADA, "architectures", "auto_map"), embedding_size=40, new_vocab_size=48)
 SMDM = {
-    **{"architectures": ["TransEncoder"], "block_size": 64, "intermediate_size": 24, "model_type": "smdm"},
-    **{"n_embd": D, "n_head": 4, "n_layer": 2, "n_query_groups": 2, "norm_eps": 1e-5, "vocab_size": 39},
+    "architectures": ["TransEncoder"],
+    "block_size": 64,
+    "intermediate_size": 24,
+    "model_type": "smdm",
+    "n_embd": D,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_query_groups": 2,
+    "norm_eps": 1e-5,
+    "vocab_size": 39,
 }
 LLADA_MOE = remote(
     "LLaDAMoEModelLM",
     without(COMMON, "intermediate_size", "rms_norm_eps"),
-    **{"dense_intermediate_size": 24, "expert_intermediate_size": 16, "model_type": "llada"},  # the dense network's
-    **{"norm_topk_prob": True, "num_experts": 6, "num_experts_per_tok": 2, "rope_theta": 50_000},  # never normalised
+    dense_intermediate_size=24,
+    expert_intermediate_size=16,
+    model_type="llada",  # the dense network's
+    norm_topk_prob=True,  # never normalised
+    num_experts=6,
+    num_experts_per_tok=2,
+    rope_theta=50_000,
 )
 LLADA2 = remote(
     "LLaDA2MoeModelLM",
     COMMON,
-    **{"first_k_dense_replace": 1, "head_dim": 8, "model_type": "llada2_moe", "moe_intermediate_size": 16},
-    **{"n_group": 4, "norm_topk_prob": True, "num_experts": 12, "num_experts_per_tok": 3, "num_hidden_layers": 3},
-    **{"num_shared_experts": 1, "partial_rotary_factor": 0.5, "rope_theta": 600_000, "routed_scaling_factor": 2.5},
-    **{"sliding_window": 4096, "topk_group": 2, "use_qk_norm": True, "use_qkv_bias": False},
+    first_k_dense_replace=1,
+    head_dim=8,
+    model_type="llada2_moe",
+    moe_intermediate_size=16,
+    n_group=4,
+    norm_topk_prob=True,
+    num_experts=12,
+    num_experts_per_tok=3,
+    num_hidden_layers=3,
+    num_shared_experts=1,
+    partial_rotary_factor=0.5,
+    rope_theta=600_000,
+    routed_scaling_factor=2.5,
+    sliding_window=4096,
+    topk_group=2,
+    use_qk_norm=True,
+    use_qkv_bias=False,
 )
 CODA = remote(
     "CoDALanguageModel",
     without(QWEN3, "torch_dtype"),
-    **{"attention_kernel": "flash_attention", "mask_token_id": 36, "model_type": "CoDA", "use_sliding_window": False},
-    **{"mask_block_sizes": [4, 8], "block_masking_probability": [0.25, 0.5], "sampling_eps": [0.001, 0.25]},
+    attention_kernel="flash_attention",
+    mask_token_id=36,
+    model_type="CoDA",
+    use_sliding_window=False,
+    mask_block_sizes=[4, 8],
+    block_masking_probability=[0.25, 0.5],
+    sampling_eps=[0.001, 0.25],
 )
 NEW = without(LLAMA, "rope_scaling", "rope_theta")  # rotary entries as transformers 5 writes them
 NEMOTRON = remote(
     "NemotronLabsDiffusionModel",
     NEW,
-    **{"block_size": 4, "head_dim": 8, "mask_token_id": 36, "model_type": "nemotron_labs_diffusion"},
+    block_size=4,
+    head_dim=8,
+    mask_token_id=36,
+    model_type="nemotron_labs_diffusion",
     rope_parameters=YARN,
 )
 NVRDIFF = remote("DiffEncoderModel", QWEN3, block_size=4, dlm_type="dream", mask_token_id=37, model_type="nvrdiff")
@@ -164,7 +232,9 @@ CASES = {
         SMDM,
         options={"mask_token_id": 39},
         net=net(SMDM, plain.SMDM, grouped=True),
-        **{"masks": 1, "bos": "given", "block": None},
+        masks=1,
+        bos="given",
+        block=None,
     ),
     "illada": Case(
         remote("ILLaDAForCausalLM", LLAMA, layer_norm_eps=None, tie_word_embeddings=True),
@@ -188,15 +258,16 @@ CASES = {
     "sdar-moe": Case(remote("SDARMoeForCausalLM", QWEN3_MOE, block_size=8, model_type="sdar_moe"), "norm"),
     "fast-dllm-v2": Case(  # its forward takes blocks of 32, whatever bd_size
         remote("Fast_dLLM_QwenForCausalLM", QWEN2, bd_size=8, model_type="Fast_dLLM_Qwen"),
-        *("bias", {"block": 4}),
+        "bias",
+        {"block": 4},
         store="bfloat16",
         shift=1,
     ),
     "llada2": Case(LLADA2, "norm", {"block": 4}, net(LLADA2, plain.LLADA2, eps=1e-6)),
     "llada2.2": Case(
         {**LLADA2, "expert_capacity": 5, "routing_strategy": "block", "block_size": 4},
-        *("norm", {}),
-        net(LLADA2, plain.LLADA2, eps=1e-6, capacity=5, routing_block=4),
+        "norm",
+        net=net(LLADA2, plain.LLADA2, eps=1e-6, capacity=5, routing_block=4),
     ),
     "stable-diffcoder": Case(remote("StableDiffcoderForCausalLM", LLAMA), mask=5, block=4),
     "d2f-llada": Case(LLADA, "", {"family": "d2f-llada", "block": 4}, LLADA_NET, rows=48, anchor="target"),
@@ -211,18 +282,23 @@ CASES = {
     "diffugpt": Case(
         of_class("GPT2LMHeadModel", GPT, layer_norm_epsilon=1e-5, model_type="gpt2"),
         options=GIVEN_WORDS,
-        **{"shift": 1, "relative": False, "seed": 4},
+        shift=1,
+        relative=False,
+        seed=4,
     ),
     "diffullama": Case(
         of_class("LlamaForCausalLM", LLAMA, max_position_embeddings=4096),
         options={"family": "diffullama"},
-        **{"store": "sharded", "shift": 1, "length": 2048},
+        store="sharded",
+        shift=1,
+        length=2048,
     ),
     "plain bidirectional": Case(
         of_class("LlamaForCausalLM", LLAMA), options={"attention": "bidirectional", "mask_token_id": 38}
     ),
     "plain block_causal": Case(
-        *(of_class("Qwen3ForCausalLM", QWEN3), "norm"),
+        of_class("Qwen3ForCausalLM", QWEN3),
+        "norm",
         {"attention": "block_causal", "block": 2, "shift_logits": True},
         shift=1,
     ),
@@ -249,12 +325,15 @@ def weights(case):
     kept = net.kv_heads * net.head
     expert = 16
 
+    scales = {"table": 0.5 if case.store.startswith("tied") else 1.0, "router": 0.5}
+
     def add(name, shape, n=None, e=None, end=".weight"):
         draw = torch.randn(shape, generator=generator)
         if len(shape) == 1:
-            draw = draw * 0.2 + {"router bias": -2}.get(name, 0 if end == ".bias" else 1)
+            mean = 0 if end == ".bias" else 1
+            draw = draw * 0.2 + (-2 if name == "router bias" else mean)
         else:
-            draw = draw * {"table": 0.5 if case.store.startswith("tied") else 1.0, "router": 0.5}.get(name, 0.3)
+            draw = draw * scales.get(name, 0.3)
         made[net.keys[name].format(n=n, e=e) + end] = draw
 
     add("table", (case.rows, D))
@@ -262,7 +341,9 @@ def weights(case):
     if case.store != "tied":
         add("head", (case.rows - case.masks, D))
     for n in range(net.layers):
-        projections = {"qkv": (q + 2 * kept, D)} if "qkv" in net.keys else {"q": (q, D), "k": (kept, D), "v": (kept, D)}
+        projections = {"q": (q, D), "k": (kept, D), "v": (kept, D)}
+        if "qkv" in net.keys:
+            projections = {"qkv": (q + 2 * kept, D)}
         layer = {"before mix": (D,), "before feed": (D,), "out": (D, q), **projections}
         if "norm" in case.parts:
             layer |= {"q norm": (net.head,), "k norm": (net.head,)}

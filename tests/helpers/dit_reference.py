@@ -12,7 +12,13 @@ from lm_eval_duel import denoisers
 from lm_eval_duel.audit import plain_networks
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
-WIDTH, LAYERS, HEADS, CONDITION, TOKENS, LENGTH, BLOCK = 16, 2, 2, 8, 12, 16, 4
+WIDTH = 16
+LAYERS = 2
+HEADS = 2
+CONDITION = 8
+TOKENS = 12
+LENGTH = 16
+BLOCK = 4
 VOCABULARY = TOKENS + 1
 MDLM = {
     "model_type": "mdlm",
@@ -80,8 +86,9 @@ def weights(adaptive, prefix, vocabulary):
     with torch.device("meta"):
         network = DiT(DiTConfig(vocabulary, WIDTH, LAYERS, HEADS, CONDITION, adaptive))
     generator = torch.Generator().manual_seed(8)
-    shapes = {name: value.shape for name, value in network.state_dict().items()}
-    made = {prefix + name: torch.randn(shape, generator=generator) * 0.35 for name, shape in shapes.items()}
+    made = {}
+    for name, value in network.state_dict().items():
+        made[prefix + name] = torch.randn(value.shape, generator=generator) * 0.35
     for end in ("weight", "bias"):  # so that rules with a threshold pick several at once
         made[f"{prefix}output_layer.linear.{end}"] *= 3
     made[f"{prefix}rotary_emb.inv_freq"] = torch.ones(WIDTH // HEADS // 2)  # computed anew, whatever the file says
@@ -92,16 +99,14 @@ def write(folder, kind, **changes):
     """A checkpoint folder of a kind, its config changed: its path, and its tensors in float64."""
     config = {**CONFIGS[kind], **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    prefix, rows = (
-        "" if kind in ("sedd", "gidd", "gidd-uniform") else "backbone.",
-        config.get("tokens", config.get("vocab_size", 0) - 1) + 1,
-    )
+    prefix = "" if kind in ("sedd", "gidd", "gidd-uniform") else "backbone."
+    rows = config["tokens"] + 1 if "tokens" in config else config["vocab_size"]
     tensors = weights(kind != "ar", prefix, rows)
     if config.get("var_min"):
         tensors |= {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(0.999)}
     if kind.startswith("gidd"):
-        buffers = {f"rotary_emb.{name}_cached": torch.ones(1, LENGTH, 3, 1, WIDTH // HEADS) for name in ("cos", "sin")}
-        tensors |= buffers
+        rotation = torch.ones(1, LENGTH, 3, 1, WIDTH // HEADS)
+        tensors |= {"rotary_emb.cos_cached": rotation, "rotary_emb.sin_cached": rotation.clone()}
         words(min(VOCABULARY, rows), mask=True).save_pretrained(folder)
     if kind == "sedd":
         torch.save(tensors, folder / "pytorch_model.bin")

@@ -8,7 +8,7 @@ import json
 import decoder_reference
 import torch
 import transformers
-from decoder_reference import LLAMA, remote
+from decoder_reference import LLAMA, remote, without
 from safetensors.torch import save_file
 
 from lm_eval_duel.audit import plain_networks as plain
@@ -17,11 +17,24 @@ RESIDUES = list("LAGVSERTIDPKQNFYMHWC")
 VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, *"XBUZO.-", "<null_1>", "<mask>"]
 PROTEIN_MASK = 32
 ESM = {
-    **{"architectures": ["EsmForMaskedLM"], "attention_probs_dropout_prob": 0.0, "emb_layer_norm_before": False},
-    **{"hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 16, "intermediate_size": 24},
-    **{"is_folding_model": False, "layer_norm_eps": 1e-5, "mask_token_id": PROTEIN_MASK, "model_type": "esm"},
-    **{"max_position_embeddings": 66, "num_attention_heads": 2, "num_hidden_layers": 2, "pad_token_id": 1},
-    **{"position_embedding_type": "rotary", "token_dropout": True, "vocab_size": 33},
+    "architectures": ["EsmForMaskedLM"],
+    "attention_probs_dropout_prob": 0.0,
+    "emb_layer_norm_before": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.0,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "is_folding_model": False,
+    "layer_norm_eps": 1e-5,
+    "mask_token_id": PROTEIN_MASK,
+    "model_type": "esm",
+    "max_position_embeddings": 66,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "pad_token_id": 1,
+    "position_embedding_type": "rotary",
+    "token_dropout": True,
+    "vocab_size": 33,
 }
 DPLM = {"architectures": ["EsmForDPLM"], "dplm_type": "dplm_esm", "hidden_dropout_prob": 0.1}
 PROTEIN_CASES = {"esm-2": {}, "dplm": DPLM}
@@ -29,14 +42,18 @@ PROTEIN_CASES = {"esm-2": {}, "dplm": DPLM}
 
 def esm(folder, **entries):
     """A checkpoint as facebook/esm2_* has it, with the tensors that its class does not use; its path and logits."""
-    config = {key: value for key, value in ESM.items() if key not in ("architectures", "model_type")}
+    config = transformers.EsmConfig(**without(ESM, "architectures", "model_type"))
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for name, value in transformers.EsmForMaskedLM(transformers.EsmConfig(**config)).state_dict().items():
-        if value.is_floating_point() and not name.endswith("inv_freq"):
-            draw = torch.randn(value.shape, generator=generator)
-            near_one = "norm" in name.lower() and not name.endswith("bias")
-            tensors[name] = draw * 0.2 + near_one if value.dim() == 1 else draw * (0.5 if "embeddings" in name else 0.3)
+    for name, value in transformers.EsmForMaskedLM(config).state_dict().items():
+        if not value.is_floating_point() or name.endswith("inv_freq"):
+            continue
+        draw = torch.randn(value.shape, generator=generator)
+        if value.dim() == 1:
+            is_near_one = "norm" in name.lower() and not name.endswith("bias")
+            tensors[name] = draw * 0.2 + is_near_one
+        else:
+            tensors[name] = draw * (0.5 if "embeddings" in name else 0.3)
     table = "esm.embeddings.word_embeddings.weight"
     tensors[table][1] = 0  # padding
     tensors["lm_head.decoder.weight"] = tensors[table].clone()
@@ -55,7 +72,12 @@ def esm(folder, **entries):
     (folder / "config.json").write_text(json.dumps({**ESM, **entries}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).double().eval()
-    return str(folder), torch.no_grad()(lambda ids: model(input_ids=torch.tensor([ids])).logits[0])
+
+    @torch.no_grad()
+    def logits(ids):
+        return model(input_ids=torch.tensor([ids])).logits[0]
+
+    return str(folder), logits
 
 
 def eurobert(folder):

@@ -54,7 +54,7 @@ def made(folder, name, entries=None, into=None):
     options = {}
     if name in CASES:
         case = CASES[name]
-        config = {key: value for key, value in {**case.config, **entries}.items() if value is not None}
+        config = changed(case.config, entries)
         path, w = decoder_reference.write(folder, dataclasses.replace(case, config=config, folder=into or case.folder))
 
         @functools.cache
@@ -90,11 +90,19 @@ def made(folder, name, entries=None, into=None):
             plainly = tiny_logits(name)
             options = {"attention": "causal"} if name in tiny.CAUSAL_LMS else {}
             options |= GIVEN_WORDS if name == "qwen2" else {}
-        logits = lambda ids, window, denoiser: plainly(ids)  # noqa: E731
+
+        def logits(ids, window, denoiser):
+            return plainly(ids)
+
     file = Path(path) / "config.json"
-    config = {key: value for key, value in {**json.loads(file.read_text()), **entries}.items() if value is not None}
+    config = changed(json.loads(file.read_text()), entries)
     file.write_text(json.dumps(config))
     return path, options, logits
+
+
+def changed(config, entries):
+    """A config with other entries; None: without that one."""
+    return {key: value for key, value in {**config, **entries}.items() if value is not None}
 
 
 def tiny_logits(name):
@@ -172,19 +180,28 @@ def refused(path, words, **options):
 
 def fitting(denoiser):
     """The windows that a network can score, with other tokens for those that it does not have."""
-    known = (~denoiser.excluded).nonzero()[:, 0].tolist()
-    replaced = lambda part: tuple(t if t in known else known[t % len(known)] for t in part)  # noqa: E731
+    tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
+
+    def replaced(part):
+        return tuple(token if token in tokens else tokens[token % len(tokens)] for token in part)
+
+    needed = max(denoiser.shift, denoiser.seeds_blocks, denoiser.needs_visible)
     for window in WINDOWS:
-        begin = len(window.context)
-        block = denoiser.block
-        if denoiser.attention == "causal" and (window.suffix or window.tail):
-            continue
-        zero = 0 if denoiser.anchor == "row" and denoiser.attention != "causal_prefix" else begin
-        end = zero + math.ceil((begin + len(window.target) - zero) / block) * block if block else window.length
-        if begin >= max(denoiser.shift, denoiser.seeds_blocks, denoiser.needs_visible) and window.length <= min(
-            end if window.suffix or window.tail else window.length, denoiser.max_length
-        ):
+        fits = len(window.context) >= needed and window.length <= denoiser.max_length
+        if fits and (_ends_with_its_blocks(denoiser, window) or not (window.suffix or window.tail)):
             yield Window(replaced(window.context), replaced(window.target), replaced(window.suffix), window.tail)
+
+
+def _ends_with_its_blocks(denoiser, window):
+    """Whether a network sees what follows the target: a network with blocks only up to the end of the last one."""
+    if denoiser.attention == "causal":
+        return False
+    if not denoiser.block:
+        return True
+    begin = len(window.context)
+    zero = 0 if denoiser.anchor == "row" and denoiser.attention != "causal_prefix" else begin
+    blocks = math.ceil((begin + len(window.target) - zero) / denoiser.block)
+    return window.length <= zero + blocks * denoiser.block
 
 
 def textbook(network, rule, window, logits_of=None):
@@ -192,7 +209,10 @@ def textbook(network, rule, window, logits_of=None):
     denoiser = network.denoiser
     rule = rules.parse(rule)
     causal = denoiser.attention == "causal"
-    shifted = lambda ids: network.logits(tuple(ids.tolist()), window).roll(denoiser.shift, 0)  # noqa: E731
+
+    def shifted(ids):
+        return network.logits(tuple(ids.tolist()), window).roll(denoiser.shift, 0)
+
     with torch.no_grad():
         return score(
             logits_of or shifted,

@@ -87,15 +87,15 @@ class Simulated(torch.Tensor):
 def run(function, args, kwargs):
     """Run an operation on the CPU tensors that its arguments hold, if a device would."""
     packet = function.overloadpacket
-    tensors = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    here = [value for value in tensors if isinstance(value, Simulated)]
-    wanted = kwargs.get("device")
-    wanted = None if wanted is None else torch.device(wanted)
-    on_device = bool(here) if wanted is None else wanted.type == NAME
-    _check(function, packet, args, tensors, here)
-    _count(packet, args, tensors, here, on_device)
-    wrappers = {id(value.held): value for value in here}
-    if on_device and wanted is not None:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+    simulated = [value for value in tensors if isinstance(value, Simulated)]
+    device = kwargs.get("device")
+    on_device = bool(simulated) if device is None else torch.device(device).type == NAME
+    _check(function, packet, args, tensors, simulated)
+    _count(packet, args, tensors, simulated, on_device)
+    wrappers = {id(value.held): value for value in simulated}
+    if on_device and device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
@@ -103,7 +103,7 @@ def run(function, args, kwargs):
         return 0  # the plain one
     with torch._C._DisableTorchDispatch():
         result = function(*tree_map(_held, args), **tree_map(_held, kwargs))
-    if packet is aten._to_copy and wanted is not None and not on_device:
+    if packet is aten._to_copy and device is not None and not on_device:
         return result
 
     def wrap(value):
@@ -125,39 +125,44 @@ def _lists_to_tensors(index):
     """An index with tensors on the device for the lists in it, as torch makes them."""
     if isinstance(index, list):
         return torch.tensor(index).to(NAME)
-    return tuple(map(_lists_to_tensors, index)) if isinstance(index, tuple) else index
+    if isinstance(index, tuple):
+        return tuple(map(_lists_to_tensors, index))
+    return index
 
 
 def _held(value):
     return value.held if isinstance(value, Simulated) else value
 
 
-def _check(function, packet, args, tensors, here):
+def _check(function, packet, args, tensors, simulated):
     """Raise as CUDA does for operations on tensors of two devices."""
-    if not here or packet in COPIES:
+    if not simulated or packet in COPIES:
         return
     others = [value for value in tensors if not isinstance(value, Simulated)]
+    first = args[0] if args else None
     if packet in INDEXING:
-        if not isinstance(args[0], Simulated):
+        if not isinstance(first, Simulated):
             raise RuntimeError(f"{function}: indices should be on the CPU like the indexed tensor, not on {NAME}")
-        indices = [index for index in args[1] if index is not None]
-        others = [value for value in others if not any(value is index for index in indices)]
-    elif not isinstance(args[0] if args and isinstance(args[0], torch.Tensor) else here[0], Simulated) and not (
-        args[0].dim() == 0 and not function._schema.is_mutable
-    ):
-        raise RuntimeError(f"{function}: expected all tensors to be on the same device, got cpu and {NAME}")
+        indices = {id(index) for index in args[1] if index is not None}
+        others = [value for value in others if id(value) not in indices]
+    elif isinstance(first, torch.Tensor) and not isinstance(first, Simulated):
+        is_scalar = first.dim() == 0 and not function._schema.is_mutable
+        if not is_scalar:
+            raise RuntimeError(f"{function}: expected all tensors to be on the same device, got cpu and {NAME}")
     if any(value.dim() for value in others):
         raise RuntimeError(f"{function}: expected all tensors to be on the same device, got {NAME} and cpu")
 
 
-def _count(packet, args, tensors, here, on_device):
+def _count(packet, args, tensors, simulated, on_device):
     """Count what a CUDA device would have to be waited for."""
     if packet in COPIES:
-        devices = [isinstance(value, Simulated) for value in tensors] + [on_device] * (packet is aten._to_copy)
-        if len(set(devices)) > 1:
-            first = tensors[0 if packet is aten._to_copy else 1]
-            synchronisations["to host" if isinstance(first, Simulated) else "to device"] += 1
-    elif not here:
+        devices = {isinstance(value, Simulated) for value in tensors}
+        if packet is aten._to_copy:
+            devices.add(on_device)
+        if len(devices) > 1:
+            source = tensors[0 if packet is aten._to_copy else 1]
+            synchronisations["to host" if isinstance(source, Simulated) else "to device"] += 1
+    elif not simulated:
         return
     elif packet in WAITS:
         synchronisations[WAITS[packet]] += 1

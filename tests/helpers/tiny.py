@@ -63,11 +63,15 @@ def network(family, length=32, scale=8, **entries):
     """A network of transformers with random weights."""
     torch.manual_seed(7)
     kind, config = {**MASKED_LMS, **CAUSAL_LMS}[family]
-    head = "ForMaskedLM" if family in MASKED_LMS else "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    positions = {"max_position_embeddings": length + (family in ("roberta", "ibert"))}
-    positions = {} if family in ("bloom", "mamba") else positions
-    config = getattr(transformers, f"{kind}Config")(**{**positions, **config, **entries})
-    model = getattr(transformers, kind + head)(config)
+    head = "ForMaskedLM" if family in MASKED_LMS else "ForCausalLM"
+    if family == "gpt2":
+        head = "LMHeadModel"
+    if family not in ("bloom", "mamba"):
+        positions = length + (family in ("roberta", "ibert"))
+        config = {"max_position_embeddings": positions, **config}
+    config_class = getattr(transformers, f"{kind}Config")
+    model_class = getattr(transformers, f"{kind}{head}")
+    model = model_class(config_class(**{**config, **entries}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2 if family == "mamba" else scale)  # or they predict nearly the same everywhere
