@@ -250,6 +250,7 @@ def check_row(cells, classes, standing, plot):
         assert plot["base"] == place
 
     text = columns.value(row)
+    text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # no line breaks inside a number
     assert re.search(rf'<td class="g-value number">{re.escape(text)}', cells), text
 
 

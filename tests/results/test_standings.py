@@ -151,7 +151,7 @@ def test_accuracies_are_on_the_page(tmp_path):
     shown = page.html(board(tmp_path), None)
 
     assert "choice acc" in shown
-    assert "0.5000 ± 0.1000" in shown
+    assert "0.5000 ±\u00a00.1000" in shown
 
 
 def test_a_page_of_accuracies_alone_says_so(tmp_path):
@@ -165,7 +165,7 @@ def test_a_page_of_accuracies_alone_says_so(tmp_path):
     content = board(tmp_path)
     shown = page.html(content, None)
 
-    assert "0.5000 ± 0.1000" in shown
+    assert "0.5000 ±\u00a00.1000" in shown
     assert "no result has a perplexity" in shown
     assert "lower is better" not in shown
     assert all(row.rank is None for row in content.standings.rows)
