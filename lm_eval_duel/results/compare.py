@@ -122,10 +122,7 @@ def task(
     that all results have. `choice`: of pairs, as in `--pairs`.
     """
     compared = [run for run in runs if name in run.tasks]
-    base = None
-    for run in compared:  # the newest of the baselines
-        if run in baselines:
-            base = run
+    base = _newest(baselines, compared)
     compared.sort(key=lambda run: run is not base)
     metric = shared_metric(name, metric, compared)
     differences = match.check(name, metric, compared, as_published)
@@ -191,6 +188,15 @@ def task(
         draws=draws,
         same=table.same,
     )
+
+
+def _newest(baselines: Collection[Run], compared: Sequence[Run]) -> Run | None:
+    """The newest baseline among the runs of a task, which are oldest first; None if there is none."""
+    newest = None
+    for run in compared:
+        if run in baselines:
+            newest = run
+    return newest
 
 
 def _closes_a_gap(shown: Iterable[ComparedRow]) -> bool:
