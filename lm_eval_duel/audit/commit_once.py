@@ -89,7 +89,7 @@ class GivenNoise(OtherRow):
         if self.plain.mask_id is None:
             return tokens
 
-        # GIDD's noise has [MASK], too: m of it, and u of each token, at the time at which this share is masked.
+        # GIDD's noise has [MASK], too: with weight m, beside u for each token, at the time that masks this share.
         training = self.plain.noise_training
         assert training is not None
         t = self.share(z, block).reshape(1, 1)
@@ -190,7 +190,7 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
     blocks: Sequence[Sequence[int]] = []
     for seed in estimator.seeds:
         network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, seed)
-        assert network is not None  # it was not for the first seed
+        assert network is not None  # there was one for the first seed
         [run] = estimator.of_seed(seed).log_prob([window])
         path = along_any_order(network, estimator.rule, run)
         # A rule that spans blocks has joined them to one chain by now: its history carries the noise of one block into

@@ -51,7 +51,7 @@ class Held:
 
 
 def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Held:
-    """All comparisons of the windows of a run with each other's values."""
+    """Compare the values of a run's windows that follow from each other, and look at its draws."""
     held = Held()
     windows = []
     for each in checked:
@@ -303,6 +303,7 @@ def _noised_draws(elbo: NoisedElbo, windows: Sequence[Window]) -> dict[str, Stat
         network = one_row(elbo.denoiser, window, elbo.block, elbo.grid)
         assert network is not None
         for s, t, weight, row in elbo.draws(window):
+            # The mean weight is the number of steps, 1 / (t - s); in the limit s = t it is 1.
             deviation = weight * float(t - s) - 1 if s < t else weight - 1
             weights.add(deviation, deviation**2)
             a, b = level(t)  # (), (V,)

@@ -187,7 +187,7 @@ def _monte_carlo(
     score: Score,
     noise: float,
 ) -> Recomputed:
-    """The mean of draws, and the difference of their standard error, if there are enough for one."""
+    """The mean of draws, and a problem if their standard error, where there are enough for one, is not the run's."""
     if replicates == 1 or not math.isfinite(math.fsum(values)):
         return Recomputed(fmean(values))
     mean, error = reference.mean_and_error(values, replicates)

@@ -44,7 +44,7 @@ class FromText:
     words: int = 0
     bytes: int = 0
     counted_before: bool = False  # words and bytes are the task's, of texts that its documents do not hold
-    ids: Counter[int] = dataclasses.field(default_factory=Counter)  # how often each comes
+    ids: Counter[int] = dataclasses.field(default_factory=Counter)  # how often each occurs
     alone: int = 0  # windows that the reference did not compute
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -153,7 +153,7 @@ class FromText:
     def odd(self, printed: Mapping[str, float]) -> list[str]:
         """Notes on what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
 
-        On a short text the unigram can be above the number of tokens, which a network that knows nothing has.
+        On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing.
         """
         value = printed.get("token_perplexity", math.nan)
         without_context = f"a unigram of its texts has {self.unigram:.2f}"

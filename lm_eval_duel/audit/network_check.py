@@ -4,9 +4,9 @@
     plain          the forward written out in `plain_networks.py`, in float64, on the tensors of the files
     weights        the numbers that the network holds, beside those of the files
 
-Ours goes the way of a run: a view, rows of different lengths in one call if the network may see padding. The others see
-whole rows, one at a time. What both share is which row a block sees, where a shifted prediction is read, and what
-docs/audit.md lists.
+Our network is called as in a run: through a view, with rows of different lengths in one call if it may see padding. The
+other programs get whole rows, one at a time. Both share which row a block sees, where a shifted prediction is read, and
+what docs/audit.md lists.
 
 Shapes: L row length, C masked positions, V tokens.
 """
@@ -52,7 +52,7 @@ OTHER_DEVICE = 1e-3  # other kernels, which may multiply in another order
 HALF = 0.5  # bfloat16 without experts moves log-probabilities by at most 0.24 on a CPU, and sums by 0.12
 DECODERS = ("ForCausalLM", "LMHeadModel")  # classes of transformers that are causal unless a mask says otherwise
 CHANGED = ("peft", "load_in_8bit", "load_in_4bit")  # model args with which the network is not that of the files
-TIMES = (0.1, 0.5, 0.9)  # of random tokens
+TIMES = (0.1, 0.5, 0.9)  # at which rows of random tokens are compared
 HELD = 0.5  # of the numbers in the files, at least: others are joined, split or turned into new tensors
 
 
@@ -111,7 +111,7 @@ Forward: TypeAlias = Callable[[Sequence[int], torch.Tensor | None, float], torch
 
 
 def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[list[Finding], list[str]]:
-    """The comparisons of a network, and the reasons for those that there are not."""
+    """The comparisons of a network, and the reasons that others are missing."""
     while isinstance(denoiser, Wrapper):
         denoiser = denoiser.plain
     denoiser = copy.copy(denoiser)
@@ -227,7 +227,7 @@ def _folder(options: Options) -> str:
 
 
 class NotRun(Exception):
-    """The code of others raised an error, of which this is the text."""
+    """Raised for a comparison that cannot be made; the text says why."""
 
 
 @contextlib.contextmanager
@@ -338,7 +338,7 @@ def half_revealed(rows: Rows, windows: Sequence[Window], block: int | None, grid
 
 
 def noised_rows(denoiser: Denoiser, forward: Forward) -> Deviations:
-    """The same for a network that sees random tokens, at all positions of rows at some times."""
+    """The deviations of a network that sees random tokens, at all positions of some rows, each at its own time."""
     deviations = Deviations()
     rows = random_rows(denoiser, min(LENGTH, denoiser.max_length), rows=len(TIMES))  # (R, L)
     times = torch.tensor(TIMES, dtype=torch.float64, device=denoiser.device)  # (R,)
@@ -356,7 +356,7 @@ def noised_rows(denoiser: Denoiser, forward: Forward) -> Deviations:
 
 def noise_level(denoiser: Denoiser, t: float) -> float:
     """The noise level that a network of a family is given at time t, or where a share t is masked."""
-    if denoiser.family in ("duo", "udlm"):
+    if denoiser.family in ("duo", "udlm"):  # -log(alpha), within the levels of training
         return -math.log(min(max(1 - t, 1e-3), 1 - 1e-3))
     if denoiser.family.startswith("gidd"):
         margin = float(denoiser.t_eps)  # type: ignore[attr-defined]  # an entry of config.json
@@ -364,7 +364,7 @@ def noise_level(denoiser: Denoiser, t: float) -> float:
     if denoiser.family == "sedd":
         if getattr(denoiser, "sigma", "") == "schedule":
             return -math.log(1 - (1 - 1e-3) * t)
-        return -math.log(1 - min(max(t, 0.1), 0.9))
+        return -math.log(1 - min(max(t, 0.1), 0.9))  # the clamp of the authors' evaluation
     return 0.0
 
 

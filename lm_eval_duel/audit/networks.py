@@ -93,7 +93,9 @@ class OneRow:
         # A network with shifted logits predicts a position one before it. Causal networks are not shown the last
         # token of the text, so they have a feature less than the text has tokens.
         causal = denoiser.attention == "causal"
-        length = len(features) + denoiser.shift * causal
+        length = len(features)
+        if causal:
+            length += denoiser.shift
         predicted_at = torch.arange(length) - denoiser.shift  # (L,)
         if denoiser.seeds_blocks:  # the clean stream predicts the first token of a block
             predicted_at[begin] = begin - 1

@@ -101,7 +101,7 @@ class Net:
     normalised: bool = True  # weights of the chosen experts sum to one
     groups: int = 0  # 0: softmax router; else sigmoid scores, and experts in this many groups
     groups_kept: int = 0
-    capacity: int = 0  # experts that the positions of a block share, chosen by the best of them; the groups are ignored
+    capacity: int = 0  # experts that a block's positions share: the highest at any of them; the groups are ignored
     routing_block: int = 0  # positions of such a block
     scale: float = 1.0  # of the experts' sum
     dense: int = 0  # first layers without experts
@@ -370,7 +370,8 @@ def dit(
     def modulation(name: str, parts: int) -> tuple[Tensor | float, ...]:
         """Shift, scale and gate, twice (`parts` = 6); the last layer has shift and scale alone (`parts` = 2)."""
         if condition is None:  # no noise level among the inputs: nothing is shifted, scaled or gated
-            return (0.0, 0.0, 1.0) * (parts // 3) or (0.0, 0.0)
+            unchanged = (0.0, 0.0, 1.0)  # shift, scale and gate
+            return unchanged * 2 if parts == 6 else unchanged[:2]
         return tuple(linear(condition, f"{name}.adaLN_modulation").split(width))
 
     table = tensor("vocab_embed.embedding")

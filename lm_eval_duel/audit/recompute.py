@@ -25,8 +25,8 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.duel_seeds import DuelSeeds
 
 # Standard deviations by which the logits of a row of masks differ between positions.
-NOT_NOISE = 0.01  # above this, it is no float noise
-NOISE_ALONE = 1e-4  # below this, it is nothing else
+NOT_NOISE = 0.01  # more than this is not float noise
+NOISE_ALONE = 1e-4  # less than this is float noise alone
 
 
 def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:

@@ -62,8 +62,9 @@ class Verification:
         count = self.options.verify // ranks
         if rank < self.options.verify % ranks:  # the first ranks share what is left over
             count += 1
-        chance = random.Random(f"{self.options.draw_seed} {rank}")
-        return frozenset(chance.sample(candidates, min(count, len(candidates))))
+        generator = random.Random(f"{self.options.draw_seed} {rank}")
+        drawn = generator.sample(candidates, min(count, len(candidates)))
+        return frozenset(drawn)
 
     def keep(self, request: int, scores: Sequence[Score]) -> None:
         """Remember the run's scores of the drawn windows of a request."""
@@ -106,8 +107,8 @@ class Verification:
         for index, part in sorted(self.scores):
             if requests[index].task_name != OTHER_TEXTS:
                 drawn.append((index, part))
-        shown = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
-        for index, part in tqdm(drawn, "Scoring windows again", unit="window", **shown):
+        no_bar = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
+        for index, part in tqdm(drawn, "Scoring windows again", unit="window", **no_bar):
             score = self.scores[index, part]
             request = requests[index]
             option = f", option {request.idx}" if request.idx else ""

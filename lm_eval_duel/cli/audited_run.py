@@ -42,7 +42,7 @@ SAME = 1e-3  # relative difference up to which two standard errors of a total co
 class Audit:
     """The findings of an audit."""
 
-    dtype: str  # the dtype audited, and its fingerprint
+    dtype: str  # sentences on the dtype audited, and its fingerprint
     network: list[network_check.Finding] = dataclasses.field(default_factory=list)
     not_compared: list[str] = dataclasses.field(default_factory=list)  # as text, with the reason
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
@@ -108,7 +108,7 @@ class Audit:
         return compared
 
     def _not_compared(self) -> list[str]:
-        """The parts that were not, with the reasons."""
+        """The parts of the run that were not compared, with the reasons."""
         missing = list(self.not_compared)
         by_own_rule = sum(each.again.route == RUNS_RULE for each in self.checked)
         if by_own_rule:
@@ -216,7 +216,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
 
 
 def metrics_not_compared(task: Any) -> list[str]:
-    """The metrics that a task prints of answers that are no whole texts: the answers are compared, these are not."""
+    """The metrics that a task prints of continuations: their answers are compared, the metrics are not."""
     kinds = {request.request_type for request in task.instances}
     if kinds == {"loglikelihood_rolling"}:
         return []

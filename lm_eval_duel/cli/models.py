@@ -89,7 +89,7 @@ def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:
 
 
 def _given(text: str) -> dict[str, Any]:
-    """The model args of --compare; raises DuelError for what is none."""
+    """The model args of --compare; raises DuelError for a text that is something else."""
     if text.endswith(","):
         raise DuelError(
             f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."

@@ -113,7 +113,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Do not read lm-eval's own task files, which takes seconds, if none of the named tasks needs them."""
+    """Keep lm-eval from reading its own task files, which takes seconds, if none of the named tasks needs them."""
     from lm_eval.tasks import TaskManager
 
     from lm_eval_duel.harness import patches

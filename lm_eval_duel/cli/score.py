@@ -325,6 +325,7 @@ def write(options: argparse.Namespace, scored: Sequence[ScoredModel]) -> None:
     finally:  # also if the comparison fails: the scores are finished work
         if options.json:
             write_json(options.json, content)
+        # There is no comparison: print the tables in its place, unless they are printed already.
         if options.json != STDOUT and options.compare and not (text or options.documents):
             print("\n\n".join(model.table() for model in scored))
     if options.json != STDOUT and text:

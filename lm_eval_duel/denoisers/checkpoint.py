@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-DIT_TOKENIZER = "gpt2"  # of the published checkpoints of our own DiT, which have none
+DIT_TOKENIZER = "gpt2"  # for the published checkpoints of our own DiT, which come without one
 MOVED = ("eurobert",)  # model types that were published with their own code, which is now in transformers
 UNKNOWN = "which is known neither to this package nor to transformers"
 EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a network that edits revealed tokens
@@ -52,9 +52,9 @@ class Checkpoint:
 
     options: LoadOptions
     config: Config
-    family: Family | None = None  # of decoders; another reader puts its own in its place
+    family: Family | None = None  # of a decoder; readers of other networks replace it by their own
     tokenizer: PreTrainedTokenizerBase | None = None
-    hub_name: str | None = None  # if it was downloaded: `options.name` is the folder of its files then
+    hub_name: str | None = None  # of a downloaded checkpoint, whose `options.name` is the folder of its files
 
     @classmethod
     def open(cls, name: str = BUNDLED, device: str | None = None, **network: Any) -> Checkpoint:
@@ -178,7 +178,7 @@ class Checkpoint:
     def with_family_by_tensors(self) -> Checkpoint:
         """The checkpoint with the family that the names of its tensors show: by its config a DiffuGPT is a GPT-2.
 
-        A GPT-2 of the hub that is to be scored as one is not downloaded for that.
+        A GPT-2 on the hub that is to be scored as one (attention=causal) is not downloaded to look.
         """
         if self.family is not None or self.has_own_reader:
             return self
@@ -298,7 +298,7 @@ def _family_of_class(
 
 
 def _family_of_plain_decoder(name: str, options: LoadOptions) -> Family:
-    """The family of a network whose class is an autoregressive one of transformers, which the user or its name says."""
+    """The family of a network in an autoregressive class of transformers, by the user's `attention` or by its name."""
     if options.attention is not None:
         return Family("decoder", PLAIN[name])
     if family := _by_name(options.name, "diffullama", "diffullama"):
@@ -319,7 +319,7 @@ def autoregressive(name: str, classes: str) -> UsageError:
 
 
 def _by_name(path: str, word: str, family: str) -> Family | None:
-    """The family that the name of a checkpoint or an adapter says, if it holds `word`; else None."""
+    """The family `family`, if the name of a checkpoint or an adapter holds `word`; else None."""
     name = os.path.basename(path.rstrip("/")).lower()
     if family not in NAMED or word not in name:
         return None

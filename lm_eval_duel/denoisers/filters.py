@@ -72,7 +72,7 @@ class Exclude:
 
     ids: tuple[int, ...]
     reads_step = False
-    truncates = False  # a text that holds one is refused, so that no border is near
+    truncates = False  # a text that holds one is refused, so float noise moves no token across a border
 
     def __call__(self, logits: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
         return logits.index_fill(1, torch.tensor(self.ids, device=logits.device), -math.inf)

@@ -304,7 +304,7 @@ def pick_device(name: str | None) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name in (None, "auto"):
-        name = "cuda" if count else "cuda:0"
+        name = "cuda" if count else "cuda:0"  # which becomes the CPU below
     elif str(name).isdigit():  # the number of a GPU
         name = f"cuda:{name}"
     name = str(name)

@@ -84,14 +84,14 @@ def from_model(
     name = getattr(bare, "__name__", type(bare).__name__)
     device = user_module.device_of(bare, module, device)
     options = LoadOptions(name, device, tokenizer, **network)
-    ids: Any = _AnyId(module) if tokenizer is None else tokenizer
+    tokenizer_or_any: Any = _AnyId(module) if tokenizer is None else tokenizer
     if weights == DIGEST and module is None:
         raise DuelError(f"weights={DIGEST!r} hashes a module, and {name} is a function: pass the module as module=.")
 
     restored = buffers_kept(bare if module is None else module)
     evaluating = user_module.evaluating(module, options.device, autocast)
     with explained(name, "run network"), torch.no_grad(), restored, evaluating:
-        plain = _plain(bare, options, ids, self_tests, module is not None)
+        plain = _plain(bare, options, tokenizer_or_any, self_tests, module is not None)
     vocabulary.warn_of_another_mask(name, plain.mask_id, tokenizer)
     _warn_of_half_precision(module, name)
 
@@ -326,7 +326,7 @@ def _plain(
 
 
 def _users_denoiser(model: Denoiser) -> Denoiser:
-    """`model` itself; raises DuelError if that opens rows in its own way, which `InMemory` would pass over."""
+    """`model` itself; raises DuelError if it opens rows in its own way, which `InMemory` would bypass."""
     if type(model).open is not Denoiser.open:
         raise DuelError(
             f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "

@@ -142,7 +142,7 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 def _is_dit_without_tokenizer(name: str, revision: str) -> bool:
     """True for a checkpoint of our own DiT that has no tokenizer, as most published ones."""
-    # First, for a folder: one with a tokenizer needs no config.json here.
+    # A folder with a tokenizer needs no config.json here, so that is asked first.
     if os.path.isdir(name) and vocabulary.has_tokenizer(name, revision):
         return False
     config = hub.read_config(name, revision)

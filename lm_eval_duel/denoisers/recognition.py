@@ -166,7 +166,7 @@ def require_supported(
 
 
 def _require_covered(name: str, names: Collection[str], causal: bool) -> None:
-    """Raise DuelError if a checkpoint `name`, whose config.json has these class names and model type, is refused.
+    """Raise DuelError for a network that is refused, by its class names and model type (`names`), or by its own name.
 
     `causal`: it is scored as an autoregressive network, so what its name says does not count.
     """

@@ -33,7 +33,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 ALONE = 1e-4  # a difference in float32 where nothing else in the call changes; rotary networks reach 1.5e-6
 PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
-NOISE_FACTOR = 8  # of the noise between batches, if that is larger
+NOISE_FACTOR = 8  # padding may change logits by so many times the noise between batches, if that is more
 MOST_NOISE = 1e-4
 ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8
@@ -232,6 +232,7 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
     row = random_rows(denoiser, LENGTH, rows=1)  # (1, L)
     if denoiser.by_blocks:
         row = two_blocks(denoiser, rows=1)
+    # other rows of the call: the same tokens in reverse, and one token (or [MASK]) throughout
     strangers = [row.flip(1), row[:, :1].expand_as(row)]
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
@@ -240,7 +241,7 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
 
     alone = logits_of(denoiser, row)[0]  # (L, V)
     allowed = noise_in_company(denoiser, alone)
-    may_choose_others = tokens > MANY and is_routed(denoiser)  # experts, by the noise of many rows
+    may_choose_others = tokens > MANY and is_routed(denoiser)  # other experts, by the noise of many rows
     if alone.dtype.itemsize < 4 or may_choose_others:
         allowed = ROUTED
 
@@ -264,7 +265,7 @@ def cover(denoiser: Denoiser, tokens: int) -> None:
     plain = denoiser
     while isinstance(plain, Wrapper):
         plain = plain.plain
-    if not plain.splits_head:  # its calls hold fewer
+    if not plain.splits_head:  # its calls make logits at every position, so they hold fewer
         tokens = min(tokens, VALUES // plain.vocab_size)
     name = str(getattr(plain, "path", "The network"))
     while 0 < plain.separate_tokens < tokens:

@@ -19,8 +19,9 @@ RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use
 
 
 def unwrapped(model: Any) -> Any:
-    """The network inside DistributedDataParallel (which waits for other ranks), torch.compile and PEFT: the same
-    weights, called directly. PEFT's adapters are in its layers, so they count.
+    """The network inside DistributedDataParallel (which waits for other ranks), torch.compile and PEFT.
+
+    It has the same weights, and is called directly. PEFT's adapters are in its layers, so they count.
     """
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):

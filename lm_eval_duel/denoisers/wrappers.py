@@ -1,4 +1,4 @@
-"""Denoisers around a denoiser: classifier-free guidance. Caches are such, too (cached/denoiser.py).
+"""Denoisers around a denoiser: classifier-free guidance. A cache is one, too (cached/denoiser.py).
 
 A function of logits alone, such as a temperature, needs no denoiser of its own: it is a filter (filters.py).
 

@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
     repeat: int
     window: Window  # the positions to generate, between ids with special tokens
     key: int  # with the draw seed, what a sample depends on
-    cache_key: str  # of a sample it holds `key`: lm-eval's own is the same for all repeats
+    cache_key: str  # for a sampled text it includes `key`: lm-eval's own key is the same for all repeats
 
 
 def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:

@@ -93,7 +93,7 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> DuelMDM:
         """The model of a dict. `additional_config`: --batch_size, --max_batch_size and --device, None if not given.
 
-        Raises UsageError for an argument of both.
+        Raises UsageError for an argument that both give.
         """
         patches.in_lm_evals_command()  # first: it decides how an error of the next line is printed
         return cls(**with_lm_evals_flags(arg_dict, additional_config or {}))
@@ -138,7 +138,7 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # ------------------------------------------------------------ evaluations
 
     def _begin(self, requests: list[Instance], disable_tqdm: bool) -> Evaluation:
-        """The evaluation that these requests belong to, ready to answer them; a new one if they are not of the last."""
+        """The evaluation that these requests belong to, ready to answer them; a new one if the last is over."""
         if not self.evaluation.owns(requests):
             self.evaluation = self._new_evaluation(self.estimator)
         self.evaluation.ask(self.cache_hook.dbdict, show_progress=not disable_tqdm)

@@ -5,8 +5,8 @@
                                 kind at a time, and later ones belong to the next evaluation
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
-    Task.apply_filters          drops the answers to copies of a rank's last request, which fill it up to as many as
-                                another rank has: with `repeats` a majority vote would count them
+    Task.apply_filters          drops the answers to copies of a rank's last request, which give it as many as another
+                                rank has: with `repeats` a majority vote would count them
 
     CachingLM.__init__          names a --use_cache file that cannot be opened; gives our models all requests, including
                                 requests with a cached answer, so that the results count them (see store.py)
@@ -205,9 +205,9 @@ def _apply_filters(original: Callable[..., Any], task: Task) -> Any:
 def _git_commit(original: Callable[[], Any]) -> Any:
     from lm_eval.loggers.utils import get_commit_from_path
 
-    asked = ["git", "rev-parse", "--git-dir"]
+    command = ["git", "rev-parse", "--git-dir"]
     try:
-        in_repository = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+        in_repository = subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:  # there is no git: lm-eval then reads the folder's own files
         in_repository = True
     return original() if in_repository else get_commit_from_path(os.getcwd())

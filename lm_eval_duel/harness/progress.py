@@ -32,7 +32,7 @@ class RunningEstimate:
 
     Args:
         documents: The (index, task, tokens) of each, in the order in which they are taken.
-        log_probs: Those of the finished documents, by index.
+        log_probs: The log-probabilities of the finished documents, by index.
         tasks: The statistics of each task, with its Monte Carlo error.
     """
 
@@ -106,7 +106,7 @@ def estimate(
 
 
 class Progress:
-    """The progress of the requests of one call: `finished` ones, and `windows` of others.
+    """The progress of one call: how many requests are `finished`, and how many `windows` of the others.
 
     The bar counts target tokens. Windows are scored side by side and finish late, so unfinished ones count in part: the
     steps that they have taken, divided by the steps per token of the finished windows. So the bar moves, and estimates
@@ -114,9 +114,9 @@ class Progress:
 
     Args:
         kind: The kind of request.
-        tokens: Those of each request.
+        tokens: The number of target tokens of each request.
         remaining: The requests without an answer.
-        counts: The steps that are taken, as they are counted.
+        counts: The counts that the estimator updates as it takes steps.
         title: Text that follows the kind.
         running: The estimate of the final values.
         hidden: Show no bar.
@@ -143,9 +143,9 @@ class Progress:
         self.computed_steps = 0
         self.steps_before = counts.lane_steps
         self.last_shown = -math.inf  # when estimates were computed last
-        more = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
+        no_bar = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         total = sum(tokens[n] for n in remaining)
-        self.bar = tqdm(total=total, desc=f"{self.noun}s{title}", unit="tok", smoothing=0, **more)
+        self.bar = tqdm(total=total, desc=f"{self.noun}s{title}", unit="tok", smoothing=0, **no_bar)
 
     def add_saved(self, tokens: int) -> None:
         """One more window has a score already, which took no time."""

@@ -25,7 +25,7 @@ FILE = "file of this document"  # an entry of documents that are the user's own 
 
 
 class Batch(NamedTuple):
-    """The distinct requests of one call. The harness repeats some of them, so that all ranks have equally many."""
+    """The distinct requests of one call. The harness repeats some, so that all ranks have the same number."""
 
     requests: list[Instance]
     repeats: list[int]  # of each distinct request: how many repeats of it came before

@@ -56,7 +56,7 @@ ROLLING = "loglikelihood_rolling"
 class Evaluation:
     """One evaluation of a model: the state that is shared by all code that answers its requests, and the statistics.
 
-    `store` and `progress` belong to the call under way: its response cache, and what of it is finished.
+    `store` and `progress` belong to the call under way: its response cache, and how much of it is finished.
     """
 
     def __init__(self, options: Options, text: TextEncoder, estimator: Estimator, ranks: Ranks, trace: Writer | None):

@@ -45,7 +45,7 @@ class TaskStats:
     documents: set[Any] = dataclasses.field(default_factory=set)
     near_ties: set[Any] = dataclasses.field(default_factory=set)  # documents that have any
     unknown: Counter[Any] = dataclasses.field(default_factory=Counter)  # [UNK] tokens of documents that have any
-    has_options: bool = False  # its requests are the options of questions, so their sum is of no text
+    has_options: bool = False  # its requests are the options of questions, so their sum is no text's value
 
     def add(self, document: Any, total: Total, unknown: int = 0, option: int = 0) -> None:
         """Add one request of a document; `unknown`: how many of its tokens are [UNK]; `option`: its number."""
@@ -145,9 +145,9 @@ class RunStats:
         return lines
 
     def errors(self) -> list[str]:
-        """The values of the run that depend on random numbers, with their errors, or are no likelihoods.
+        """The values of the run that depend on random numbers, with their errors, and those that are not likelihoods.
 
-        A task of choices has none: the sum over all options, wrong ones too, is the value of no text.
+        A task of choices has none: the sum over all options, wrong ones too, is not the value of a text.
         """
         lines: list[str] = []
         for name, entry in ESTIMATORS.items():

@@ -1,4 +1,4 @@
-"""The harness's `--use_cache` files, made safe for resuming, and what they hold of scores.
+"""The harness's `--use_cache` files, made safe for resuming, and the form in which they hold scores.
 
 The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickles. Here these files are
 
@@ -7,8 +7,8 @@ The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickle
 * limited to plain numbers and texts: any other record, or one that was cut off, is dropped and scored again;
 * safe on a full disk: what cannot be written waits in memory, so the run continues and loses nothing.
 
-A request has one record: its text, or the scores of its windows without their orders. So a cached answer counts in the
-results of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
+A request has one record: its generated text, or the scores of its windows without their orders. So a cached answer
+counts in the results of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
 # ---------------------------------------------------------------- scores as plain values
 
 RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Score, TwoPhaseBlocks)}
-ORDER = ("reveal_steps", "token_logprobs", *STATISTICS)  # fields of a score that its part in the results lacks
+ORDER = ("reveal_steps", "token_logprobs", *STATISTICS)  # fields of a score that results do not need
 
 
 def encode(value: Any) -> Any:
@@ -104,7 +104,7 @@ def decode_score(record: Any) -> Score | None:
 
 
 def without_order(score: Score) -> Score:
-    """A score without its order: its part in the results."""
+    """A score without its order: what results need of it."""
     blocks = score.blocks
     if blocks is not None:
         empty = type(blocks)()
@@ -262,7 +262,7 @@ def followed_rules(estimator: Estimator) -> dict[str, str]:
 class ResponseCache:
     """The records of this rank's file, and of the other ranks' files at the time when it is opened.
 
-    `follows`: the rules that a lattice follows, which must be equal like the spec. Raises DuelError for a file of
+    `follows`: the rules that a lattice follows, which must be equal, as the spec must. Raises DuelError for a file of
     another spec, or one that cannot be read.
     """
 
@@ -413,7 +413,7 @@ def require_same_args(path: Path, options: Options) -> None:
         return  # it is empty, or refused when it is opened
     ours = {"estimator": options.estimator, "windows": options.windows}
     follows_rule = registry.find(options.estimator).follows_rule
-    wrapped = str(SeedFirst(options.rule))  # some networks are scored with it
+    wrapped = str(SeedFirst(options.rule))  # networks with `seeds_blocks` are scored with it
     if follows_rule and stored.get("rule") != wrapped:
         ours["rule"] = str(options.rule)
     if isinstance(options.block, int) and "block" in stored:

@@ -253,9 +253,9 @@ def _difference(pair: Pair) -> Cell:
     return number(pair.difference, "+.4f"), pair.reason
 
 
-def speeds(speeds: Speeds) -> Table:
+def speeds(of_model: Speeds) -> Table:
     """The perplexity and NFE of each rule, its interval with it."""
-    metric = speeds.rows[0].row.metric
+    metric = of_model.rows[0].row.metric
     form = form_of(metric)
     shown: Columns = {
         "rule": lambda each: without_defaults(each.row.rule),
@@ -264,7 +264,7 @@ def speeds(speeds: Speeds) -> Table:
         f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
         LEVEL: lambda each: (span(each.interval, form), each.about_interval),
     }
-    return Table.from_records(f"Rules against NFE: {speeds.title}", speeds.rows, shown)
+    return Table.from_records(f"Rules against NFE: {of_model.title}", of_model.rows, shown)
 
 
 # ---------------------------------------------------------------- over tasks

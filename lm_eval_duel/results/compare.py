@@ -31,7 +31,7 @@ PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
 
-# ---------------------------------------------------------------- what is known of a row among others
+# ---------------------------------------------------------------- a row compared with the others
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ def _closes_a_gap(shown: Iterable[ComparedRow]) -> bool:
 
 
 def _shared(counts: Iterable[int | None]) -> int | None:
-    """The count that all runs have that know it; None if they differ."""
+    """The count on which all runs that know it agree; None if they differ, or none knows it."""
     known = set(counts) - {None}
     return known.pop() if len(known) == 1 else None
 
@@ -457,7 +457,7 @@ def _title_of(members: Sequence[ComparedRow]) -> str:
     first = members[0].row
     parts = first.parts
     cache = parts["cache"] if first.run.has_cache else ""
-    qualifiers = max((each.row.qualifiers for each in members), key=len)  # not all rows need a variant
+    qualifiers = max((each.row.qualifiers for each in members), key=len)  # the fullest: some need no variant
     return ", ".join(filter(None, [first.model, parts["block"], cache, qualifiers]))
 
 

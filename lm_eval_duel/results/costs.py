@@ -35,7 +35,7 @@ class Time:
 
     @property
     def tokens(self) -> int | None:
-        """Of a run of another model from its samples."""
+        """The number of tokens of the run; of another model, it is counted in the samples."""
         if self.run.config.duel.get("tokens"):
             return self.run.config.duel["tokens"]
         total = 0.0
@@ -47,7 +47,7 @@ class Time:
 
     @property
     def seconds(self) -> float | None:
-        """Of scoring alone."""
+        """Seconds of scoring alone."""
         return self.run.config.duel.get("seconds")
 
     @property
@@ -127,7 +127,7 @@ def of_runs(runs: Sequence[Run], baselines: Collection[Run], tasks: Iterable[Com
 
 
 def _elbos(tasks: Iterable[Comparison]) -> dict[Run, Row]:
-    """The Monte Carlo ELBO of each run, also of a run whose value has its row from another run."""
+    """The Monte Carlo ELBO of each run, also of a run whose value is shown in another run's row."""
     elbos: dict[Run, Row] = {}
     for task in tasks:
         for each in task.rows:
@@ -167,7 +167,8 @@ def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Rat
         if not same_place:
             device, ranks = timed[0].place
             return Ratio(None, f"the {what} ran on {device} x {ranks}")
-        return Ratio(time.seconds_per_token / same_place[-1].seconds_per_token, note)
+        newest = same_place[-1]
+        return Ratio(time.seconds_per_token / newest.seconds_per_token, note)
 
     whole_runs = [other.whole_run for other in same_tasks if other.whole_run]
     if whole_runs and time.whole_run:

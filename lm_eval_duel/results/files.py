@@ -96,7 +96,7 @@ def _naming_folder(folder: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        if isinstance(error, FileNotFoundError):  # of mkdir: the place exists, but takes no folders, as /proc
+        if isinstance(error, FileNotFoundError):  # by mkdir: the parent exists, but takes no folders, as /proc
             reason = "a folder cannot be made there"
         where = "" if str(error.filename) == str(folder) else f" ({error.filename})"
         raise DuelError(f"Nothing can be written to --out {folder}{where}: {reason}. Name another folder.") from None
@@ -272,7 +272,7 @@ def csv_of(standings: Standings) -> str:
 
 
 def _names(standing: Standing) -> dict[str, Any]:
-    """The columns that say which method a line is of."""
+    """The columns that name the method of a line."""
     named = standing.method.named
     return {
         **entries(standing, ("rank",)),

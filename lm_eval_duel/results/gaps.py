@@ -153,7 +153,7 @@ def nearest(
 
 
 def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored: Collection[str]) -> dict[str, str]:
-    """The entries in which the specs of two rows differ, in words."""
+    """The entries in which the specs of two rows differ, as text."""
     differences = {}
     for key in sorted({*this, *that} - set(ignored)):
         one = this.get(key, "not set")
@@ -170,7 +170,7 @@ def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored
 class GapClosed:
     """The share of the ELBO's gap to the autoregressive baseline that a DUEL row closes, in per cent.
 
-    `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is not asked. `percent`
+    `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is not tested. `percent`
     is None if they do not. `reason`: why `percent`, its error or its interval is not known.
     """
 

@@ -289,11 +289,12 @@ def equal_windows(runs: Sequence[Run]) -> str:
     smallest = min(run.capacity for run in runs)
     lengths: dict[int, list[str]] = {}  # row lengths, with the runs that need each
     for run in runs:
-        length = run.max_length - (run.capacity - smallest)  # the difference are special tokens
+        length = run.max_length - (run.capacity - smallest)  # they differ by special tokens
         lengths.setdefault(length, []).append(run.name)
     if len(lengths) == 1:
         return f"pass max_length={min(lengths)} to all models"
-    return "pass " + " and ".join(f"max_length={length} to {', '.join(names)}" for length, names in lengths.items())
+    arguments = [f"max_length={length} to {', '.join(names)}" for length, names in lengths.items()]
+    return f"pass {' and '.join(arguments)}"
 
 
 def is_cut(run: Run, name: str) -> bool:

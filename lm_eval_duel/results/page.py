@@ -43,7 +43,7 @@ WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a M
 WIDTH = 140.0  # pixels of a plot
 MARGIN = 9.0
 MOST_TICKS = 5
-MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the first that give no more than these
+MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the first set with few enough
 STEPS = (1, 2, 5)  # of even ticks
 MOST_PAIRS = 20  # of a task that are shown at once; more are folded
 

@@ -269,10 +269,10 @@ def _averages(entries: Json) -> dict[str, tuple[float, float | None]]:
 
 
 def _check(run: Run) -> None:
-    """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+    """Raise an error if log_prob, tokens and perplexity of a task do not agree, or give no probability."""
     for key in ("elbo_eps", "mc_samples", "noise_seed"):
         if run.spec.get(key, "none") != "none":
-            schema.number(run.spec[key])  # raises ValueError for what is none
+            schema.number(run.spec[key])  # raises ValueError for what is not a number
     if run.config.ours and "version" not in run.spec:
         raise ValueError("its spec has no version")
     for task in run.tasks.values():
@@ -298,7 +298,7 @@ def _check_task(run: Run, task: Task) -> None:
                 f"and tokens make it {implied:.10g}. {AGAIN}"
             )
 
-    # exp is never 0, not even of an estimate above probability 1; the bits of a text of probability 1 are
+    # A perplexity, an exp, is never 0, even if an estimate is above probability 1. Bits are 0 at probability 1.
     for metric, value in task.metrics.items():
         if value < 0 or (value == 0 and metric != "bits_per_byte"):
             raise _impossible(run, metric, task)

@@ -115,8 +115,8 @@ def collect(options: argparse.Namespace) -> Report:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
 
     traces = traced.Traces(options.traces)
-    shown, gone = traces.attach(shown)  # new records, so the baselines are found by their names
-    notes += gone
+    shown, notes_on_traces = traces.attach(shown)  # new records, so the baselines are found by their names
+    notes += notes_on_traces
     baseline_names = {run.name for run in ar}
     baselines = [run for run in shown if run.name in baseline_names]
     tasks, apart = _compare_tasks(options, shown, baselines)
@@ -153,9 +153,9 @@ def _compare_tasks(
     tasks: dict[str, Comparison] = {}
     notes = []
     for name in names:
-        having = [run for run in shown if name in run.tasks]
-        metric = compare.shared_metric(name, options.metric, having)
-        groups = _groups(name, metric, having, baselines) if options.apart else [(having, "")]
+        runs = [run for run in shown if name in run.tasks]
+        metric = compare.shared_metric(name, options.metric, runs)
+        groups = _groups(name, metric, runs, baselines) if options.apart else [(runs, "")]
         for n, (members, difference) in enumerate(groups, 1):
             label = _label(name, members)
             if len(groups) > 1:
@@ -204,11 +204,11 @@ def _label(name: str, runs: Sequence[Run]) -> str:
 
 def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run]) -> list[tuple[list[Run], str]]:
     """The runs of a task in groups that may be compared; the first has the baseline. Runs stay oldest first."""
-    having = [run for run in runs if metric in run.tasks[name].metrics]
-    baselines_first = sorted(having, key=lambda run: run not in baselines)
+    with_metric = [run for run in runs if metric in run.tasks[name].metrics]
+    baselines_first = sorted(with_metric, key=lambda run: run not in baselines)
     groups = []
     for members, difference in match.groups(name, metric, baselines_first):
-        oldest_first = sorted(members, key=having.index)
+        oldest_first = sorted(members, key=with_metric.index)
         groups.append((oldest_first, difference))
     return groups
 
@@ -371,7 +371,7 @@ def _latex(report: Report, name: str, kind: str, table: Table) -> str:
 
     `name`: of its task; empty for a table over all tasks.
     """
-    if kind == "accuracy":  # which has a column of them
+    if kind == "accuracy":  # its table has a column with the numbers of documents
         return table.latex()
     tasks = {name: report.tasks[name]} if name else report.tasks
     sizes = []

@@ -15,8 +15,7 @@ LISTED = 4  # tasks whose documents are counted one by one
 
 
 def summary(content: Mapping[str, Any]) -> str:
-    """The perplexities of a run, each with its kind and error, then what limits its accuracies, how many documents
-    there were, and the fingerprint.
+    """The perplexities of a run, each with its kind and error, the limits of its accuracies, and what it scored.
 
     `content`: that of its results file. Raises DuelError for entries that lm_eval does not write.
     """

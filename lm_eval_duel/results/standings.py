@@ -98,7 +98,7 @@ class RankedMethod:
 
     @property
     def parameters(self) -> int | None:
-        """Of the network; None if no result has their number."""
+        """The number of parameters of the network; None if no result has it."""
         for run in self.runs:
             if run.config.duel.get("parameters"):
                 return run.config.duel["parameters"]
@@ -115,7 +115,7 @@ class RankedMethod:
 
     @property
     def date(self) -> str:
-        """Of the newest result, ISO 8601."""
+        """The date of the newest result, in ISO 8601."""
         return max(run.when for run in self.runs)
 
     @property
@@ -140,7 +140,7 @@ class RankedMethod:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Over all tasks; rows of one lattice run share its time."""
+        """Seconds of scoring over tokens, of all tasks; rows of one lattice run share its time."""
         if self.seconds_reason:
             return None
         seconds = 0.0
@@ -236,7 +236,7 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Standing:
-    """A method among the others. `main`: the value that they are ranked by. None: the method has none of it."""
+    """A method among the others. `main`: the value that they are ranked by. None: it has no such value."""
 
     method: RankedMethod
     main: float | None
@@ -299,7 +299,7 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     ranks = _ranks(main)
     ranks_on_tasks = []
     for name in mean_of:
-        values = _values([*ranks], name)  # methods without a rank do not count in that of others
+        values = _values([*ranks], name)  # methods without a rank do not count in the ranks of others
         ranks_on_tasks.append(_ranks(values))
 
     rows = []
@@ -309,7 +309,7 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
             mean_rank = statistics.fmean(on_task[method] for on_task in ranks_on_tasks)
         rows.append(Standing(method, main[method], means[method], mean_rank, ranks.get(method)))
 
-    # the baseline first; the models as their first rows come, and the rows of one as they are
+    # The baseline comes first. Models are in the order of their first rows, and the rows of a model stay in theirs.
     models = list(dict.fromkeys(method.named.model for method in methods))
     rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
     return Standings(rows, mean_of, metric, MEAN if mean_of else largest)

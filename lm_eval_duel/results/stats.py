@@ -423,12 +423,12 @@ def _check_scores(scores: Sequence[Any], name: str) -> None:
 
 
 def _tokens(score: Any) -> int:
-    """The number of tokens of the text of a score, which lists the scored ones, or of an estimate."""
+    """The number of tokens of a text: an estimate has it as `tokens`, which in a score is the list of scored tokens."""
     return score.tokens if isinstance(score.tokens, int) else score.text_tokens
 
 
 def _check_texts(texts: Texts) -> None:
-    """Raise DuelError for a log-probability above 0. An estimate of one text may be above; then the sum is checked."""
+    """Raise DuelError for a log-probability above 0. For estimates of texts, which may be above, the sum is checked."""
     tokens = texts.counts["token"]
     checked = [("the sum", texts.value.nats, sum(tokens))]
     if not texts.value.may_exceed_one:

@@ -52,8 +52,8 @@ def number(
     if form[-1] == "g" and abs(value) >= 100:
         form = ",.0f"
     if form[-1] == "f":
-        decimals = int(form[:-1].rpartition(".")[2])
-        value = round(value, decimals) + 0.0  # -0.0 + 0.0 is 0.0
+        _, _, decimals = form[:-1].rpartition(".")
+        value = round(value, int(decimals)) + 0.0  # -0.0 + 0.0 is 0.0
     sign = "≤ " if bound else ""
     text = f"{sign}{value:{form}}"
     if unsure and error is None:

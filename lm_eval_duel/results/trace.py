@@ -60,8 +60,8 @@ class Writer:
     It is opened before a checkpoint is read; `begin` writes its first line, which describes the checkpoint. A last line
     that was cut off is dropped. Lines are written whole, so two runs may share a file; on a full disk they wait.
 
-    One process that resumes a run of several, whose files of ranks hold the windows so far, makes its own file with
-    the first window that it scores.
+    If one process resumes a run of several, the files of their ranks hold the windows so far. It makes its own file
+    only with the first window that it scores.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
@@ -74,7 +74,7 @@ class Writer:
         self.header: dict[str, Any] | None = None  # the first line, until it is written
         self.resumes_ranks = ranks == 1 and not file.exists() and bool(_files_of_ranks(self.path))
         self.file: FileIO | None = None
-        self.written: dict[str, Any] | None = None  # the first line of a trace that goes on
+        self.written: dict[str, Any] | None = None  # the first line of a trace that is continued
         try:
             if file.exists() and not _is_cut_header(file):
                 self.written = _header(file)
@@ -84,7 +84,7 @@ class Writer:
                 with file.open("rb") as lines, mmap(lines.fileno(), 0, access=ACCESS_READ) as content:
                     end_of_last_line = content.rfind(b"\n") + 1
                 self.file.truncate(end_of_last_line)
-            elif self.resumes_ranks:  # it can be made, and is made again
+            elif self.resumes_ranks:  # the file can be made; it is made again with the first window
                 self.file.close()
                 self.file = None
                 file.unlink()

@@ -31,9 +31,9 @@ class Traces:
         self.fingerprint = functools.cache(_fingerprint)
 
     def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
-        """The runs with the values of each document that their traces hold, and notes on traces gone or foreign.
+        """The runs with the values of each document in their traces, and notes on traces that are gone or foreign.
 
-        The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
+        The trace of a run is a named one with its spec, else the one that it wrote, also if moved to its results.
         """
         attached = []
         notes = []

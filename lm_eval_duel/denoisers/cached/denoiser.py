@@ -34,13 +34,14 @@ from lm_eval_duel.denoisers.load_options import CACHES
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError, first_position_unseen, require_known
 
-# Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
+# Kept numbers that count as one network token in the cost of a call. On a CPU, more blocks at a time are slower.
 CPU_KEPT = 1 << 13
 GPU_KEPT = 1 << 17
-NEW = 8  # at most one block in NEW begins in one call, which returns its keys before they are kept
+NEW = 8  # a call begins at most one block for NEW lanes: its keys take memory beside those kept
 ROW = 256  # positions of states that share a row
-WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
-SMALL = 1024  # except in calls of so few positions
+# Lanes of several blocks share a call if it wastes at most one position in WASTE, or has at most SMALL positions.
+WASTE = 8
+SMALL = 1024
 
 
 class Cached(Wrapper):
@@ -153,7 +154,8 @@ class CachedView(View):
             positions = self.rows.length[lanes.row] - lanes.start
         numbers = self.rows.ids.shape[1] * self.denoiser.kept  # of a slot: all slots are as long as the longest row
         numbers_per_token = CPU_KEPT if lanes.row.device.type == "cpu" else GPU_KEPT
-        return positions.clamp(min=-(-numbers // numbers_per_token))
+        kept_tokens = -(-numbers // numbers_per_token)  # rounded up
+        return positions.clamp(min=kept_tokens)
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
@@ -257,9 +259,10 @@ class CachedView(View):
     ) -> Iterator[torch.Tensor]:
         """The lanes (r,) of each network call.
 
-        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
-        a call of their own, in which they stand side by side. The others then read the kept keys where they are, if
-        their slots follow each other. In one call a slot would be read in several rows, and all keys would be copied.
+        Under a prefix cache they begin at nearly the same column. Under a dual cache, lanes that share a slot (R,) have
+        a call of their own, in which they stand side by side. The other lanes then read their kept keys in place, if
+        their slots follow each other. In one call for all lanes, some slots would be read in several rows, so all keys
+        would be copied.
         """
         order = begun.nonzero()[:, 0]  # (n,)
         if self.denoiser.cache == "dual":
@@ -324,7 +327,7 @@ class CachedView(View):
         seen = torch.cat([kept, evaluated], 1)[call.lane] if is_alone else call.seen  # (P, 1 or Q, K + Q)
 
         wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
-        wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
+        wanted = wanted.clamp(0, ids.shape[1] - 1)  # out of range only where nothing is masked
         positions = call.columns.clamp(max=most - 1)  # (P, Q)
         step = CachedStep(
             positions,

@@ -39,8 +39,8 @@ class CachedStep:
 class Slots:
     """The kept keys and values of blocks, a row of each layer for every slot.
 
-    `identity` (S,) says whose they are; -1: a free slot. One call always uses slots 0..n-1, and so reads them where
-    they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
+    `identity` (S,) says whose they are; -1: a free slot. A call always uses slots 0..n-1, so that it reads them in
+    place, without a copy. A slot that no lane of a call needs is kept until another block needs its place.
     """
 
     def __init__(self, length: int, device: torch.device):

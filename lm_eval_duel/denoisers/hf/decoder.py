@@ -266,7 +266,7 @@ def native_scheme(family: Family, scheme: dict[str, Any]) -> dict[str, Any]:
             continue
         native[key] = []
         for module in modules:
-            # with a dot, as the patterns of names are those of tensors
+            # with a dot at its end, as the patterns are for the names of tensors
             name = family.native_name(f"{module}.")
             native[key].append(name.removesuffix("."))
     return native

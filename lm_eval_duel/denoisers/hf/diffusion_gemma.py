@@ -148,10 +148,10 @@ class Canvases(Pretrained):
             self._require_separate_canvases()
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (U, V) of features (U, D).
+        """Logits (U, V) of features (U, D), or of features with three more columns, (U, D + 3).
 
-        Or of (U, D + 3) features, tokens, shifts and temperatures: the shift is added to the logit of the token, and
-        the sum divided by the temperature.
+        These are a token, a shift and a temperature: the shift is added to the logit of the token, and then all logits
+        are divided by the temperature.
         """
         width = self.model_config.text_config.hidden_size
         appended = features[:, width:]
@@ -183,7 +183,8 @@ class Canvases(Pretrained):
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens of one row, whose keys are `past`.
 
-        `before`: the logits (R, W, V) of the pass before. Or `signal`: the embeddings (R, W, D) that they stand for.
+        `before`: the logits (R, W, V) of the pass before. `signal`: in their place, the embeddings (R, W, D) that they
+        stand for.
         """
         repeated = extended(past)  # the keys of one row, for every canvas after it
         repeated.batch_repeat_interleave(len(canvases))
@@ -203,7 +204,8 @@ class Canvases(Pretrained):
     def signal(self, features: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         """The mean embeddings (R, W, D) of the tokens that the head predicts from features (R, W, D) of a pass.
 
-        `temperature`: of each lane, float64 (R,). The logits are made in chunks of positions, as the class makes all.
+        `temperature`: of each lane, float64 (R,). The logits are made for a few positions at a time; the class would
+        make all of them at once.
         """
         embed = self.model.model.decoder.embed_tokens
         table = embed.weight  # (V, D)
@@ -349,7 +351,7 @@ class CommitOnceView(View):
         return Positions(features, each, no_ties, carried)
 
     def _signal(self, lanes: Lanes) -> torch.Tensor | None:
-        """The embeddings of the step before, (R, W, D), zeros at a lane's first; None if all lanes are there."""
+        """The embeddings of the step before, (R, W, D), zeros for a lane at its first step; None if all lanes are."""
         later = lanes.step > 0  # (R,)
         if not lanes.carried or not later.any():
             return None

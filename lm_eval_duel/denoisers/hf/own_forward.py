@@ -49,7 +49,7 @@ CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 SAME_NETWORK = ("EsmForDPLM", "AntiBERTy")  # classes of others that are a class of transformers under another name
 READ_ELSEWHERE = ("mask_token_id", "rope_theta", "rope_scaling", "hidden_act", "dplm_type")
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
-# Errors of a class that is divided where it cannot be
+# What may be raised when a class is divided where it cannot be
 NOT_DIVIDED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
 
@@ -105,7 +105,7 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
             revision=options.revision,
             trust_remote_code=True,
         )
-        rows = None  # its class may have more rows than its config says
+        rows = None  # the embedding may have more rows than the config says
     else:
         model_config = checkpoint.native_config()
         _require_causal(model_config, checkpoint)
@@ -280,7 +280,8 @@ class MaskedLM(OwnForward):
         rows, queries = ids.shape
         clean = ids[:, :0]  # (N, K)
         if past:
-            clean = past[0][0][:, 0, :, 0]  # rows with fewer clean positions end in padding
+            keys, _ = past[0]
+            clean = keys[:, 0, :, 0]  # rows with fewer clean positions end in padding
         kept = clean.shape[1]
         places = torch.arange(kept, device=ids.device)  # (K,)
 
@@ -354,7 +355,8 @@ class CausalLM(OwnForward):
         as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
         if past is None:
             return self.features(ids, None), [(as_keys, as_keys)]
-        clean = past[0][0][:, 0, :, 0]  # (N, K)
+        keys, _ = past[0]
+        clean = keys[:, 0, :, 0]  # (N, K)
         whole = torch.nn.functional.pad(clean, (0, ids.shape[1]))  # (N, K + Q)
         # a row may have fewer than K clean columns; columns after its own are not seen
         whole.scatter_(1, positions, ids)
@@ -397,7 +399,7 @@ class AfterLayers:
         self._model = model
         self.layers = model.get_submodule(name)
         parent, _, self._name = name.rpartition(".")
-        self._modules = model.get_submodule(parent)._modules  # in which others take the place of the layers
+        self._modules = model.get_submodule(parent)._modules  # where `head` puts a function in the place of the layers
 
     def features(self, ids: torch.Tensor) -> torch.Tensor:
         """The output of the layers (R, L, D) for rows without padding."""
@@ -449,19 +451,19 @@ def layer_modules(model: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _in_float32(model: torch.nn.Module) -> Iterator[None]:
-    """Copies of a network's tensors in float32 take their place; a part of a tensor stays that part."""
+    """Copies of a network's tensors in float32 take their place; at the end the originals return."""
     tensors = []
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensors.append(tensor)
-    coarse = [tensor.data for tensor in tensors]
+    originals = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor, data in zip(tensors, coarse, strict=True):
-            tensor.data = data
+        for tensor, original in zip(tensors, originals, strict=True):
+            tensor.data = original
 
 
 def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:

@@ -214,7 +214,7 @@ def merge_adapter(model: Any, path: str | None, family: Family | None = None) ->
         if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
             raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
         native_tensors = {}
-        modules = {}  # that have an adapter: their native names, and those in the file
+        modules = {}  # those with an adapter: native names, and the name of each in the file
         for key, value in tensors.items():
             in_file = key.removeprefix(ADAPTER_PREFIX)
             native = family.native_name(in_file) if family else in_file
