@@ -152,7 +152,7 @@ class DiTDenoiser(Denoiser):
         past: list[KeysValues] | None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The last layer runs at `columns` (N, M) only; None: at all. Without `keys`, no keys and values are returned."""
+        """The last layer runs at `columns` (N, M) only; None: at all. Without `keys`, the list of keys is empty."""
         mask = None if seen is None else seen[:, None]  # (N, 1, Q, K + Q)
         return self.network(
             ids,
