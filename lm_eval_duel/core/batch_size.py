@@ -89,8 +89,8 @@ def plan(
 ) -> Budget:
     """The budget of `batch_size` rows of max_length.
 
-    None: 2048 tokens on a CPU, and on a GPU as many as fit, which is found by trial. `max_batch_size` limits it to so
-    many rows of max_length. A `Budget` is returned unchanged, so that estimators that share one halve it together.
+    None: 2048 tokens on a CPU, and on a GPU as many as fit, which is found by trial. `max_batch_size` limits it to
+    that many rows of max_length. A `Budget` is returned unchanged, so that estimators that share one halve it together.
     Raises DuelError for a number below 1.
     """
     if isinstance(batch_size, Budget):

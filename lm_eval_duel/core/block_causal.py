@@ -45,7 +45,7 @@ def clean_group(denoiser: Network) -> int:
 
 
 def stretch_of(start: torch.Tensor, block: int) -> torch.Tensor:
-    """The number of the stretch in which each block begins, from the blocks' first columns (R,), (R,)."""
+    """The number of the stretch in which each block begins (R,), from the first columns of the blocks (R,)."""
     return start // max(block, STRETCH)
 
 
@@ -141,7 +141,8 @@ class CleanStream:
         self._kept[~present] = 0
         self.slot[~present] = -1
         entering = (present & (self.slot < 0)).nonzero()[:, 0]  # (n,)
-        # The windows that enter take the lowest free slots, so no slot in use is beyond this many.
+        # Windows that enter take the lowest free slots, so slots in use stay below N, and N + the windows present are
+        # enough to choose from.
         most = int(present.sum()) + len(self.slot)
         free = torch.ones(most, dtype=torch.bool, device=present.device)
         in_use = self.slot[self.slot >= 0]
@@ -216,7 +217,7 @@ class CleanStream:
         """Keep the keys and values of a call on windows at `slot` (P,) at `column` (P, Q), where `real` (P, Q)."""
         first = int(column[0, 0])
         end = first + column.shape[1]
-        p, q = real.nonzero().unbind(1)  # (X,)
+        p, q = real.nonzero().unbind(1)  # (X,) each
         # without padding and at the same columns in every window, planes are copied by slices
         no_padding = len(p) == real.numel()
         same_columns = no_padding and bool((column[:, 0] == first).all())
@@ -268,7 +269,7 @@ class PackedCall:
 
         row of a window    block 3 | block 4 | block 5      its lanes
         columns            12 13 14 15 16 17 18 19 ...      their positions in the window
-        seen               kept keys, such as those before the own block, and the own block
+        seen               kept keys, such as those before a lane's block, and the block itself
 
     The next step can reuse it if it has the same lanes.
     """
@@ -335,8 +336,8 @@ class PackedCall:
 
     def by_lane(self, features: torch.Tensor) -> torch.Tensor:
         """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""
-        of_places: torch.Tensor = features.unflatten(1, (self.lane.shape[1], -1))  # (P, A, M, D)
-        return of_places[self.place]
+        by_place: torch.Tensor = features.unflatten(1, (self.lane.shape[1], -1))  # (P, A, M, D)
+        return by_place[self.place]
 
 
 def rows_at(

@@ -225,12 +225,12 @@ class BlockCausalView(View):
         super().__init__(denoiser, rows)
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self.clean = CleanStream(denoiser, rows, generating)
-        if generating:  # one lane at a time of each window, which takes the keys of the whole window
+        if generating:  # a window then has a single lane, whose cost is the keys of the whole window
             self._share = rows.length  # (N,)
         else:
             self._share = self.clean.shares(self.block)  # (N,)
         self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
-        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
+        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of all columns before each one
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         """A lane's own positions, or its share of the clean positions if that is larger: their keys take memory too."""
@@ -340,6 +340,7 @@ class BlockCausalView(View):
                 values[first] = self._edge_features(lanes, lane[first])
             return values
 
+        # a block at the row's start that shows nothing sees nothing but [MASK]
         nothing_seen = ~shown.any(1) & (lanes.start == 0)  # (R,)
         all_mask = nothing_seen & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, at)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from lm_eval_duel.core.network import Network
 
-# How far an answer may move when other rows are in the call, in units of its size:
-# in float32. Mixtures of experts and 8-bit scales round differently; most networks move by 1e-6 to 1e-5.
+# How far an answer may move when other rows are in the call, in units of its size.
+# In float32. Mixtures of experts and 8-bit scales round differently; most networks move by 1e-6 to 1e-5.
 FLOAT32 = 1e-3
 COARSE = 0.05  # in half precision
 ROUTED = 0.5  # with quantized weights, and with experts, of which noise may choose others
-# Below this nobody needs to measure the noise. In float32, between one row and many, ordinary networks move by 1e-6 to
+# Below this the noise need not be measured. In float32, between one row and many, ordinary networks move by 1e-6 to
 # 4e-6, a few by 1e-5.
 FLOOR = 2e-5
 # How far the log-probability of a window may move in float32, in nats: the larger of the two.

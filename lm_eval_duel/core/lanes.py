@@ -206,20 +206,20 @@ class Lanes:
 
 
 def _joined(
-    one: Lanes,
-    planes: tuple[torch.Tensor, ...],
-    other: Lanes,
-    others: tuple[torch.Tensor, ...],
+    first_lanes: Lanes,
+    first_planes: tuple[torch.Tensor, ...],
+    second_lanes: Lanes,
+    second_planes: tuple[torch.Tensor, ...],
     wide: int,
 ) -> tuple[torch.Tensor, ...]:
-    """`planes` of the lanes `one`, then `others` of the lanes `other`, padded to W = `wide`.
+    """The planes of the first lanes, then those of the second ones, padded to W = `wide`.
 
     Lanes without planes get zeros.
     """
-    planes = planes or _zeros_like(others, one)
-    others = others or _zeros_like(planes, other)
+    first_planes = first_planes or _zeros_like(second_planes, first_lanes)
+    second_planes = second_planes or _zeros_like(first_planes, second_lanes)
     joined = []
-    for first, second in zip(planes, others, strict=True):
+    for first, second in zip(first_planes, second_planes, strict=True):
         plane = torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)])
         joined.append(plane)
     return tuple(joined)

@@ -150,7 +150,7 @@ class Network:
         real: torch.Tensor | None,
         **extra: torch.Tensor,
     ) -> torch.Tensor:
-        """`features` at `columns` (R, M), (R, M, D); `extra`: more inputs, which the network's own view passes."""
+        """`features` (R, M, D) at `columns` (R, M); `extra`: more inputs, which the network's own view passes."""
         return take(self.features(ids, real, **extra), columns)
 
     def stream(
@@ -176,7 +176,7 @@ class Network:
         past: list[KeysValues] | None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """`stream` at the queries `columns` (N, M), (N, M, D); the keys and values are used only with `keys`."""
+        """`stream` (N, M, D) at the queries `columns` (N, M); the keys and values are used only with `keys`."""
         features, new = self.stream(ids, positions, seen, past)
         return take(features, columns), new
 
@@ -257,7 +257,7 @@ def joined(past: KeysValues | None, keys: torch.Tensor, values: torch.Tensor) ->
 
 
 def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
+    """The columns (R, M) of `plane` (R or 1, L, D), (R, M, D)."""
     features = plane.shape[2]
     rows = plane.expand(len(columns), -1, -1)  # (R, L, D)
     index = columns[:, :, None].expand(-1, -1, features)  # (R, M, D)

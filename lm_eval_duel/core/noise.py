@@ -70,8 +70,8 @@ class Noise(abc.ABC):
     def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Map uniform numbers v (R, 1) to times: (t, 1 - t, 1 / density of t), (R, 1) each.
 
-        Half of the times are `spread`, and half have a uniform logarithm. With times that are uniform in t alone, the
-        variance is not finite: at a small t a position is noisy with probability t and has the weight 1 / t, and a
+        Half of the times come from `spread`, and half have a uniform logarithm. With times that are uniform in t alone,
+        the variance is not finite: at a small t a position is noisy with probability t and has the weight 1 / t, and a
         network that is sure of a wrong token costs another 1 / t there.
         """
         is_logarithmic = v < 0.5  # (R, 1)
@@ -145,9 +145,9 @@ class Hybrid(Noise):
     def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         root = (t * rest).sqrt()  # (R, 1)
         c = self.scale * root
-        of_token = self.scale / (2 * root * (1 + c) * self.tokens)
-        of_mask = 1 / (rest * (1 + c))
-        return of_token, of_mask
+        token_rate = self.scale / (2 * root * (1 + c) * self.tokens)
+        mask_rate = 1 / (rest * (1 + c))
+        return token_rate, mask_rate
 
     def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Denser near 1, too, where the rate of uniform tokens is infinite."""
@@ -224,8 +224,8 @@ def limit_rate(
     at_clean, clean, _ = _log_ratios(now, stats)
     divergence = -(now.a + now.u) * at_clean - now.u * (stats.total - clean)  # (R, W)
     log_y = _log_evidence(now, stats, observed)
-    of_token, of_mask = rates  # (R, 1) each
-    rate = torch.where(observed.masked, of_mask, of_token) / _reached(now, observed)
+    token_rate, mask_rate = rates  # (R, 1) each
+    rate = torch.where(observed.masked, mask_rate, token_rate) / _reached(now, observed)
     return rate * (divergence + torch.expm1(log_y) - log_y)
 
 

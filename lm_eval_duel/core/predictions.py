@@ -4,8 +4,8 @@ Distributions are clean: log-softmax in float32 or better over the true vocabula
 probability zero. Whole distributions are large (1 GiB for 2,048 positions and 128,000 tokens), so they are made in
 chunks, and read in few passes.
 
-Shapes: N windows, R lanes, W block width, C masked positions, c some of them, U rows of features that the LM head runs
-on, u some of them, D features, V tokens, E excluded columns, G runs of columns.
+Shapes: R lanes, W block width (r and w in a part of them), C masked positions, c some of them, U rows of features that
+the LM head runs on, u some of them, D features, V tokens, E excluded columns, G runs of columns, S statistics.
 """
 
 from __future__ import annotations
@@ -281,6 +281,7 @@ class Predictions:
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
+        # not kept: it is as large as the logits
         return self._statistic("log_p", kept=False)[self._row]
 
     def by_lanes(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -290,15 +291,15 @@ class Predictions:
         row.
         """
         counts = self.masked.sum(1)  # (R,)
-        most = max(1, int(counts.max()))
+        largest = max(1, int(counts.max()))
         # a quarter of the usual chunk: the caller will need several float64 planes as large as the logits
-        lanes = max(1, self._chunk // 4 // most)
-        sizes = [int(part.sum()) for part in counts.split(lanes)]
+        lanes_at_once = max(1, self._chunk // 4 // largest)
+        sizes = [int(part.sum()) for part in counts.split(lanes_at_once)]
         first = 0
         for positions in self._row.split(sizes):
             rows, row = positions.unique(return_inverse=True)  # (u,), (c,)
-            yield slice(first, first + lanes), row, self._logits(rows)
-            first += lanes
+            yield slice(first, first + lanes_at_once), row, self._logits(rows)
+            first += lanes_at_once
 
     # ------------------------------------------------------------ passes over the logits
 
@@ -380,6 +381,7 @@ class Predictions:
         """The logits at some rows of features (u, V), in float32 or better, -inf at excluded columns."""
         if self._logits_kept is not None:
             return self._logits_kept[rows]
+        # a single chunk is computed whole, whichever rows are asked for, and kept for the next call
         single = len(self._features) <= self._chunk
         features = self._features if single else self._features[rows]
         logits = self._head(features)
@@ -434,7 +436,7 @@ def top_of(logits: torch.Tensor) -> Top:
 
 
 def log_sum_above(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """log sum exp(logit - largest) of logits (u, V) whose largest ones are given (u,), (u,)."""
+    """log sum exp(logit - largest) over each row of logits (u, V), given the `largest` of each row (u,); (u,)."""
     if logits.device.type != "cpu":
         log_p = F.log_softmax(logits, 1)  # one fused kernel
         return -log_p.amax(1)  # the largest entry is minus the log of the sum
@@ -478,7 +480,7 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def log_p1(confidence: torch.Tensor) -> torch.Tensor:
-    """log P1 of log-odds, exact near probability 1, too."""
+    """log P1 from the log-odds of P1, exact near probability 1, too."""
     return -F.softplus(-confidence)
 
 

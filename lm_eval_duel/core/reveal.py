@@ -259,7 +259,7 @@ class Draw(Protocol):
     """A source of tokens."""
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-        """The tokens to reveal at `pick` (R, W), (R, W); -1 elsewhere."""
+        """The tokens (R, W) to reveal at `pick` (R, W); -1 elsewhere."""
 
 
 class Draws:
@@ -334,7 +334,7 @@ class ScoreAccumulator:
         self.note = note  # on each score
         self.origin = rows.origin.tolist()
         self.target = rows.target.tolist()
-        self.has_margins = True
+        self.has_margins = True  # until a decision comes without one
 
         # one column more than the rows, which takes what is written at positions that are not picked
         self.length = length

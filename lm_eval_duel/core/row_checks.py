@@ -3,8 +3,8 @@
 Throughout a run some lanes are drawn by a hash of (window, block, step), and each is evaluated again, alone:
 
     when the next lanes are drawn         finds what changes with the other rows of a call, and what changes with time
-    right away, in memory                 finds the former: the caller may train the network before the next step
-    at the end of `log_prob` and others   finds the latter in memory, too: nothing is trained before they return
+    right away, for a network in memory   finds the former only: the caller may train it before the next step
+    at the end of `log_prob` and others   finds the latter for such a network, too: it is not trained before they return
 
 One lane that differs by more than float noise ends the run. So does a small change that all lanes have in common.
 
@@ -53,7 +53,8 @@ LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # rows of `Predictions.compared`
 # Logits may be large all together. That cancels in a softmax, but its float noise does not, so differences are measured
 # in units of at least this share of the log of the sum; in half precision of all of it.
 OFFSET = 0.01
-KEPT = 64  # values of a position in memory: lanes that hold whole distributions are not kept
+# The most values of a position in a rule's memory, if the lanes of a call are to be kept. Whole distributions are more.
+KEPT = 64
 
 # A drift
 FEWEST = 16  # checks that it takes

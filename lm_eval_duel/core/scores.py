@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-IMPOSSIBLE = (  # the reason of an infinite value
+IMPOSSIBLE = (  # the reason for an infinite value
     "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
     "-infinity"
 )
@@ -178,7 +178,7 @@ class Value:
     def read(cls, entries: Mapping[str, Any], worth: Value | None = None) -> Value | None:
         """The inverse of `describe`. None: there is no value, only a null without a reason.
 
-        `worth`: has the kind and the note that the estimator's spec implies, for entries that do not have their own.
+        `worth`: a value with the kind and the note that the estimator's spec implies, for entries without their own.
         """
         nats = entries.get("log_prob")
         if nats is None and entries.get("reason") is None:

@@ -44,10 +44,10 @@ log = logging.getLogger("lm_eval.duel_mdm")
 Self = TypeVar("Self", bound="Estimator")
 
 # If windows are taken in the order given, the first few are evaluated alone, in calls that are a quarter full, so that
-# a first document is finished early. If one step of all lanes fills n calls, it then takes up to n + 0.75. On a CPU the
-# time of a call grows with its tokens (for a small network, 512 tokens take 25 % of the time of 2,048), so this costs
-# less than 1 %. On a GPU a small call may take as long as a full one, so it is done only from n = 32 on, where it costs
-# at most 2.4 %.
+# a first document is finished early. A step of all lanes that would fill n calls then takes up to n + 0.75. On a CPU
+# the time of a call grows with its tokens (for a small network, 512 tokens take 25 % of the time of 2,048), so this
+# costs less than 1 %. On a GPU a small call may take as long as a full one, so it is done only from n = 32 on, where it
+# costs at most 2.4 %.
 FIRST_CALL = 0.25
 MANY = 32
 BUCKET = 8  # the most network calls that the windows of a later bucket fill
@@ -93,7 +93,7 @@ class Estimator(abc.ABC):
         self.traced = traced
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
-        self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present
+        self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of one network call
         self_tests.cover(denoiser, self.budget.tokens)
         self.counts = Counts()  # of what has been computed
         self.row_checks = RowChecks()
@@ -126,7 +126,7 @@ class Estimator(abc.ABC):
 
     @cached_property
     def worth(self) -> Value:
-        """The kind of its values and the note on them; their nats are not known."""
+        """The kind of this estimator's values and the note on them, as a `Value` whose nats are not known."""
         return registry.worth(self.name, self.describe())
 
     def ignored_args(self, given: Collection[str]) -> list[str]:
@@ -191,7 +191,7 @@ class Estimator(abc.ABC):
         return [scores[n] for n in range(len(windows))]
 
     def one_run(self) -> contextlib.AbstractContextManager[None]:
-        """A run that returns when all is done, so that nobody may change the network before its end."""
+        """The context of a run that returns only when all is done, so that the network cannot change in between."""
         return self.row_checks.repeating(self.denoiser, self.counts)
 
     def with_counts(self: Self, counts: Counts, row_checks: RowChecks | None = None) -> Self:

@@ -39,7 +39,11 @@ class Cost(NamedTuple):
 
 def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
     """The sum of costs, each with a factor; `longest` is the largest."""
-    nfe = rows = token_rows = weight = longest = 0.0
+    nfe = 0.0
+    rows = 0.0
+    token_rows = 0.0
+    weight = 0.0
+    longest = 0.0
     for cost, factor in costs:
         nfe += cost.nfe * factor
         rows += cost.rows * factor
@@ -220,7 +224,7 @@ def count_of(estimator: Estimator) -> Count | None:
         return partial(uncached.two_phase, share=estimator.arguments.sample, cache=estimator.cache)
     if isinstance(estimator, Lattice):
         return setting.lattice
-    if type(estimator) in (DuelEstimator, Autoregressive):  # and no subclass: samplers are others
+    if type(estimator) in (DuelEstimator, Autoregressive):  # a subclass is another sampler
         if denoiser.cache is None:
             return setting.exact
         return partial(setting.cached, cache=denoiser.cache)

@@ -153,9 +153,9 @@ class DuelSeeds(DuelEstimator):
         They are NaN, and the error is not known, if one block has too few effective seeds, (sum w)^2 / sum w^2.
         """
         count = len(of_blocks)
-        each = of_blocks.logsumexp(0) - math.log(count)  # (B,)
-        nats = float(each.sum())
-        weight = (of_blocks - each).exp()  # (S, B) of mean 1
+        log_means = of_blocks.logsumexp(0) - math.log(count)  # (B,)
+        nats = float(log_means.sum())
+        weight = (of_blocks - log_means).exp()  # (S, B) of mean 1
         effective = count**2 / weight.square().sum(0)  # (B,)
         if count < EFFECTIVE:
             return self.bound(nats)

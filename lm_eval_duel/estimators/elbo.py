@@ -49,7 +49,9 @@ from lm_eval_duel.rules import rank
 log = logging.getLogger("lm_eval.duel_mdm")
 
 REPLICATES = 16  # the fewest for a standard error: 1.96 errors of 8 cover 91 % even of normal draws
-FEW = 12  # in spans of at most this many positions draws are often equal: all of a span are made together
+# In spans of at most this many positions draws are often equal. All draws of such a span are made together, so that
+# equal ones are found and evaluated once.
+FEW = 12
 GOLDEN = (math.sqrt(5) - 1) / 2
 SHIFT = 2  # key of the random numbers: a replicate's shift
 
@@ -155,11 +157,11 @@ class BoundAccumulator:
     def add(self, step: Step) -> None:
         """Add the terms of draws."""
         lanes = step.lanes
-        values, of_replicates = self.bound.terms(step)  # (R, W), (R, S)
+        values, replicate_sums = self.bound.terms(step)  # (R, W), (R, S)
         column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
         row = lanes.row[:, None].expand_as(column)  # (R, W)
         done = -torch.ones_like(lanes.row)  # (R,)
-        sums = self.sums.index_add(0, lanes.row, of_replicates)  # (N, S)
+        sums = self.sums.index_add(0, lanes.row, replicate_sums)  # (N, S)
         # on out-of-memory before this line, nothing has been added yet
         self.log_probs.index_put_((row, column), values, accumulate=True)
         self.sums = sums
@@ -269,7 +271,7 @@ class Elbo(MonteCarloBound):
         """
         lanes = self._masked(group, lanes, draw)
         weight, *level = lanes.memory  # (R, W) each
-        apart = (draw,) if level else ()
+        apart = (draw,) if level else ()  # draws at different levels are different lanes
         first, number = distinct(lanes.row, lanes.start, lanes.masked, *apart)  # (r,), (R,)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
         replicate = draw % self.replicates  # (R,)

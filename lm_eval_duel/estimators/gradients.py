@@ -98,8 +98,8 @@ class RecordedOrders:
         """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""
         log_probs = self._zeros()
         for n, scored in enumerate(self.duel.replay(self.windows, self.orders)):
-            of_window = torch.tensor(scored.token_logprobs, dtype=torch.float64)  # (its target,)
-            log_probs[n, : len(of_window)] = of_window
+            token_logprobs = torch.tensor(scored.token_logprobs, dtype=torch.float64)  # (its target,)
+            log_probs[n, : len(token_logprobs)] = token_logprobs
             _require_finite(log_probs[n], n)
         return log_probs
 
@@ -126,7 +126,7 @@ class RecordedOrders:
                     weights[index].to(values),
                     allow_unused=True,
                 )
-                # with the graph, the leaves go that the call itself has made: those that stay are the user's
+                # leaves that the call itself has made go with its graph; those that remain are the user's
                 del values
                 _require_known(leaves)
                 for n, part in enumerate(parts):
@@ -263,7 +263,7 @@ def _require_known(leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
 
 
 def _require_finite(log_probs: torch.Tensor, window: torch.Tensor | int) -> None:
-    """Raise DuelError for a token of probability 0. `window`: that of all `log_probs` (C,), or of each of them (C,)."""
+    """Raise DuelError for a token of probability 0. `window`: one for all `log_probs` (C,), or one for each (C,)."""
     finite = log_probs.isfinite()
     if not finite.all():
         n = window if isinstance(window, int) else int(window[~finite][0])

@@ -12,7 +12,7 @@ Summed over blocks, elbo_exact <= mixture <= oracle, and oracle >= every one-at-
 the tables of a chunk are filled call by call, and folded once all of its states are there.
 
 Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, S = 2^W states (a set of masked positions
-is the number whose bits it sets: the sum of 2^position), F rules.
+is numbered by its bit mask, the sum of 2^position), F rules, T statistics of a trace.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class LatticeAccumulator:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
         blocks, wide = lanes.masked.shape
         log_probs = self.totals.new_full((blocks, 1 << wide, wide), math.nan)  # (B, S, W)
-        kept = len(STATISTICS) if self.lattice.traced else 0  # T
-        statistics = log_probs.new_full((*log_probs.shape, kept), math.nan)  # (B, S, W, T)
+        statistic_count = len(STATISTICS) if self.lattice.traced else 0  # T
+        statistics = log_probs.new_full((*log_probs.shape, statistic_count), math.nan)  # (B, S, W, T)
         after = lanes.row.new_full((blocks, 1 << wide, len(self.paths)), -1)  # (B, S, F)
         return OrderChunk(
             lanes=lanes,
@@ -315,7 +315,9 @@ def belonging(lanes: Lanes) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
 
     Read from the memory that `every_set` gives to lanes; a call may hold lanes of several chunks.
     """
-    chunk, block = (plane[:, 0] for plane in lanes.memory)  # (R,) each: the same at every position
+    chunk_plane, block_plane = lanes.memory  # (R, W) each: the same at every position
+    chunk = chunk_plane[:, 0]  # (R,)
+    block = block_plane[:, 0]  # (R,)
     lanes_of_chunk = {n: chunk == n for n in chunk.unique().tolist()}
     return lanes_of_chunk, block
 
@@ -347,7 +349,8 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
         # an order passes a given set of `size` of m masked positions with probability 1 / C(m, size)
         chances = [1 / max(1, math.comb(m, size)) for m in counts]
         chance = table.new_tensor(chances)  # (B,)
-        is_state = (state & ~full[:, None] == 0)[:, :, None]  # (B, n, 1)
+        outside = state & ~full[:, None]  # (B, n) positions that are not masked in the block
+        is_state = (outside == 0)[:, :, None]  # (B, n, 1)
         part = torch.where(is_state, w, 0.0) * chance[:, None, None] / size  # (B, n, size)
         share.scatter_add_(1, position.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)

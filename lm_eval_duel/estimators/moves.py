@@ -34,8 +34,8 @@ class StateLevel(NamedTuple):
 class Moves(NamedTuple):
     """The positions that the next step reveals, or a part of them."""
 
-    state: torch.Tensor  # (I,) the set before
-    chosen: torch.Tensor  # (I,) the number of the positions revealed
+    state: torch.Tensor  # (I,) the place in its level of the set before
+    chosen: torch.Tensor  # (I,) the positions revealed, as a bit mask
     log_p: torch.Tensor  # (I,) log P(A | H) with the targets at A
 
 

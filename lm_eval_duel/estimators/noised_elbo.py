@@ -103,7 +103,7 @@ class NoisedElbo(MonteCarloBound):
         # The noise knows a token by its index among the K ids that are tokens, and [MASK] by -1.
         tokens = (~denoiser.excluded).nonzero()[:, 0]  # (K,)
         self.tokens = tokens
-        self.token_index = torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,) -1 for ids that are none
+        self.token_index = torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,) -1 for ids of no token
         self.token_index[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def describe(self) -> dict[str, object]:

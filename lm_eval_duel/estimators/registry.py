@@ -55,10 +55,10 @@ class MonteCarlo:
 class OtherValue:
     """A value that the scores of an estimator hold besides its own (`Score.others`), and that has no row of a table."""
 
-    name: str  # its key, there and in the results file
+    name: str  # its key in `others` and in the results file
     title: str  # "the log of the mean probability over noise seeds"
     kind: Kind  # says in which direction it errs
-    what: str  # of a log-likelihood in nats: "a lower bound of the log-likelihood"
+    what: str  # what its nats are, such as "a lower bound of the log-likelihood"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Entry:
 
     `target`: its class, as module:Class. `takes`: the options that its constructor takes, besides grid and batch size.
     `record`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
-    `label_args`: the entries of its spec that label a run, because values with others are no values of the same thing;
-    `named`: how names of rows hold one, such as "{}" for key=value. `others`: what its scores hold besides.
+    `label_args`: the entries of its spec that label a run, since values that differ in one of them are not comparable;
+    `named`: the format of such an entry in the name of a row, "{}" for key=value. `others`: what scores hold besides.
     `check` raises DuelError for options that it cannot follow.
     """
 

@@ -91,7 +91,7 @@ class SetSampler(Estimator):
 
     @abc.abstractmethod
     def begins(self, lanes: Lanes) -> torch.Tensor:
-        """True for lanes with so many masked positions that a step may begin with them, (R,) bool."""
+        """True for lanes whose number of masked positions is one at which a step may begin, (R,) bool."""
 
     @abc.abstractmethod
     def planes(self, step: Step) -> Planes:
@@ -143,7 +143,7 @@ class SetAccumulator:
         wide = max(width for _, _, width in spans)
         shares = self.sampler.shares
         steps = 1 if shares is None else len(shares)
-        values_of_block = (wide * wide + steps) << wide  # of a set, W of the draw at each of W positions
+        values_of_block = (wide * wide + steps) << wide  # for each set (W, W) of draws, and an entry for each step
         most_blocks = TABLE // values_of_block
 
         def blocks_of_chunk(room: int) -> int:

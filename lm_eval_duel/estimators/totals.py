@@ -124,7 +124,7 @@ class Total:
         self._merge_errors(other)
 
     def _begin(self, first: Total) -> None:
-        """Become a sum of the kind that `first` is, with its log-probability. `merge` adds all else of it."""
+        """Take the name and the log-probability of `first`, and begin the sums that it has. `merge` adds the rest."""
         self.name = first.name
         self.summed = first.summed
         self.blocks = None if first.blocks is None else type(first.blocks)()

@@ -69,6 +69,7 @@ class _Followed(Replay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # a class attribute of other rules; here it depends on `rule`, and the dataclass is frozen
         object.__setattr__(self, "dense_memory", self.sampler is None and self.rule.dense_memory)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:

@@ -48,7 +48,7 @@ from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 
 BLOCK = 3  # key of the random numbers, different for each estimator
 FIRST_CACHE: Final = "dual"  # the cached sampler of the first phase, if none is named
-# The sampled blocks that are evaluated before the cached phase of their windows fill this many network calls.
+# Windows are taken some at a time, enough for their sampled blocks to fill this many network calls.
 BATCHES = 4
 
 
@@ -91,7 +91,7 @@ class TwoPhase(Estimator):
             cached = under_cache(denoiser, cache)
         except DuelError as error:
             raise DuelError(f"estimator=two_phase needs a cached first phase: {error} Use estimator=duel.") from error
-        layout["traced"] = False
+        layout["traced"] = False  # an estimate has no values of single tokens
         uncached_layout = {**layout, "batch_size": self.budget}
         if isinstance(layout.get("batch_size"), Budget):
             # Calls under the cache have a size of their own, found by trial. A network in memory, which may be in
@@ -130,7 +130,8 @@ class TwoPhase(Estimator):
         weights = self.weights(group.windows)  # (N, B)
         lanes_of_call = self.phases["uncached"].budget.rows(group.windows[0].length)
         per_window = float((weights > 0).sum()) / len(weights)  # sampled blocks
-        size = math.ceil(BATCHES * lanes_of_call / max(per_window, 1e-3))  # windows
+        per_window = max(per_window, 1e-3)  # above 0, if no block of these windows is sampled
+        size = math.ceil(BATCHES * lanes_of_call / per_window)  # windows
         for first in range(0, len(weights), size):
             members = slice(first, first + size)
             part = self.open(group.windows[members], group.window_indices[members])
@@ -182,8 +183,8 @@ class TwoPhase(Estimator):
         window = group.windows[row]
         parts = target_parts(window, self.blocks(window))
         weight = weights[: len(parts)]  # (B,)
-        of_blocks = [math.fsum(cached.token_logprobs[part]) for part in parts]
-        g = torch.tensor(of_blocks, dtype=torch.float64)  # (B,)
+        cached_log_probs = [math.fsum(cached.token_logprobs[part]) for part in parts]
+        g = torch.tensor(cached_log_probs, dtype=torch.float64)  # (B,)
         f = g.clone()  # (B,) where a block is not sampled its weight is 0, so f is not read
         for n, part in enumerate(parts):
             if not weight[n]:

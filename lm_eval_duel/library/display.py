@@ -94,7 +94,10 @@ def shown_value(name: str, value: float, error: float | None = None, bound: bool
     sign = "="
     if bound:
         sign = "≥" if name == "log_prob" else "≤"
-    return f"{name}{sign}{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    text = f"{name}{sign}{value:.4f}"
+    if error is not None:
+        text += f" ± {error:.4f}"
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -425,9 +425,9 @@ class Duel(OnIds):
                 "until": until,
             }
         )
-        # a single text in place of a list is refused; of a list, the ids are no texts to check
-        written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoder = self._require_encoder("generate", written)
+        # a single text in place of a list is refused; in a list, prompts given as ids need no check
+        texts = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoder = self._require_encoder("generate", texts)
         after = one_each(prompts, suffixes, "suffixes")
         if max_new_tokens is None:
             length = settings.length

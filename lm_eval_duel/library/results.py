@@ -276,7 +276,7 @@ class GeneratedText(Display):
     ) -> GeneratedText:
         """The text of a sample, and the window under which it is scored again.
 
-        `changes`: what made another distribution of the network for this text alone, such as a temperature.
+        `changes`: what changed the network's distribution for this text alone, such as a temperature.
         """
         total = Total.from_score(window, sample, estimator.name)
         kind = estimator.worth.label

@@ -34,7 +34,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 ScoredText: TypeAlias = tuple[int, float, int]  # (number of the text, log_prob, bytes)
 _named_choices: set[tuple[int, int, int]] = set()  # (texts that fit, texts, budget) of warnings
 
-# names in the signatures of `training_metrics` and `Duel.from_model` that are no keywords here
+# names in the signatures of `training_metrics` and `Duel.from_model` that `**arguments` may not hold
 NOT_ARGUMENTS = {
     "arguments",
     "estimator",
@@ -114,11 +114,11 @@ def training_metrics(
         numbers = range(rank, len(chosen), world)
         return [_scored(duel, chosen, numbers, sample) for duel in duels]
 
-    of_ranks = _gathered(score, world)
+    scores_of_ranks = _gathered(score, world)
     metrics = {}
     for place, rule in enumerate(rules):
         scored: list[ScoredText] = []
-        for scores_of_rules in of_ranks:
+        for scores_of_rules in scores_of_ranks:
             scored += scores_of_rules[place]
         scored.sort()  # in the order of texts, so that the sums are the same for every number of ranks
         method = ",".join([str(rule), *qualifiers])
@@ -345,13 +345,13 @@ def _scored(
     sample: float | None,
 ) -> list[ScoredText]:
     """The texts with these numbers, scored, or estimated from a `sample` of blocks."""
-    of_rank = [texts[n] for n in numbers]
+    texts_of_rank = [texts[n] for n in numbers]
     if sample is None:
-        log_probs = [score.log_prob for score in duel.score(of_rank)]
+        log_probs = [score.log_prob for score in duel.score(texts_of_rank)]
     else:
-        log_probs = [estimate.log_prob for estimate in duel.estimate(of_rank, sample=sample)]
+        log_probs = [estimate.log_prob for estimate in duel.estimate(texts_of_rank, sample=sample)]
     scored = []
-    for n, text, log_prob in zip(numbers, of_rank, log_probs, strict=True):
+    for n, text, log_prob in zip(numbers, texts_of_rank, log_probs, strict=True):
         scored.append((n, log_prob, len(text.encode())))
     return scored
 

@@ -204,7 +204,7 @@ def find(name: str) -> type[Rule]:
 
 
 def blockwise(rule: Rule, block: int | None) -> Rule:
-    """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
+    """A rule that `spans_blocks`, confined to the first unfinished block of lanes that hold a whole window."""
     return rule if block is None else SubBlock(rule, block, carries=True)
 
 
@@ -231,16 +231,14 @@ def _users_rule(name: str) -> type[Rule]:
 
 
 def _is_module(name: str) -> bool:
-    """True for a user's module, in this folder or on the path: not one of Python itself, and none that has a point."""
+    """True for a user's module, in this folder or on the path: not one of Python itself, and no dotted name."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     return os.path.isfile(f"{name}.py") or importlib.util.find_spec(name) is not None
 
 
 def _no_class(name_of_module: str) -> DuelError:
-    """The error for a rule's file or module without the rule's name: it names the rules that are defined there, if it
-    runs.
-    """
+    """The error for a rule's file or module without the rule's name. It lists the rules in it, if it imports."""
     what = "module"
     folder = os.getcwd()
     module_name = name_of_module
@@ -278,7 +276,7 @@ def _imported(name: str, folder: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # the rule's module or a package around it is missing; else it exists, and imports something that does not
+        # if neither the rule's module nor a package around it is missing, the module imports another one that is
         is_missing = bool(error.name) and f"{module_name}.".startswith(f"{error.name}.")
         if not is_missing:
             raise

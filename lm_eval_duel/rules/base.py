@@ -39,7 +39,7 @@ class Rule(Arguments):
 
     name: ClassVar[str] = ""  # as typed
     adaptive: ClassVar[bool] = False  # the number of steps depends on the text
-    adaptive_with: ClassVar[str] = ""  # a parameter with which it does, as `key=value`
+    adaptive_with: ClassVar[str] = ""  # a parameter with which the number depends on the text, as `key=value`
     # parameters that may set its speed; rules that differ in nothing else are one family
     speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")
 
@@ -59,7 +59,7 @@ class Rule(Arguments):
         if "__call__" in vars(cls):  # what another `__call__` reads is not inherited
             attributes = {**dict.fromkeys(READS, False), **attributes}
         for attribute, value in attributes.items():
-            is_property = isinstance(getattr(cls, attribute), property)  # of `Around`, and stays one
+            is_property = isinstance(getattr(cls, attribute), property)  # of `Around`, which is kept
             if attribute not in vars(cls) and not is_property:  # the class body has precedence
                 setattr(cls, attribute, value)
 
@@ -235,7 +235,7 @@ def sure_or_best(
     single, gap = best(predictions, lanes, score, 1, slope)
     has_sure = sure.any(1)  # (R,)
     pick = torch.where(has_sure[:, None], sure, single)  # (R, W)
-    # the best one is decided by both: none may become sure, and no other one best
+    # where the best one is picked, the pick changes if a position becomes sure, or if another one becomes the best
     return pick, torch.where(has_sure, distance, distance.minimum(gap))
 
 

@@ -70,7 +70,7 @@ class Checked(Around):
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
     Raises:
-        DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
+        DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, or
             changed the lanes.
         InconsistentOutput: it decided differently when it was asked again.
         RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set

@@ -82,8 +82,8 @@ class Klass(Thresholded, name="klass", reads_step=True, dense_memory=True):
         distance = near_probability(confidence, masked, self.mu)  # (R,)
         # Near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits. An infinite one, of a
         # position without a previous step, cannot reach nu.
-        near_nu = divergence.clamp(min=max(self.nu, EPS))  # (R, W)
-        slope = 2 * (2 * near_nu).sqrt()
+        at_least_nu = divergence.clamp(min=max(self.nu, EPS))  # (R, W)
+        slope = 2 * (2 * at_least_nu).sqrt()
         away = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
         distance = distance.minimum(nearest(away, masked))
         pick, margin = sure_or_best(predictions, lanes, ready, distance)

@@ -1,4 +1,4 @@
-"""Rules that reveal as many positions as a criterion allows, as published samplers have them.
+"""Rules that reveal as many positions as a criterion allows, as in published samplers.
 
 All reveal at least one position at a step; `presets.py` names the sources. The rules of mlx-vlm, for
 Nemotron-Labs-Diffusion, come last. They sort the masked positions of a lane by P1, c_0 >= c_1 >= ..., equal ones by

@@ -1,4 +1,4 @@
-"""Rules with a number of steps, as published samplers have them; `presets.py` names the sources.
+"""Rules with a number of steps, as in published samplers; `presets.py` names the sources.
 
 The number of positions that a step reveals, or the bound that they have to pass, follows a schedule:
 

@@ -1,6 +1,6 @@
 """The rules of the paper: fixed orders, the k best positions by one score, and as many positions as are safe.
 
-The last reveal at least one position, so that the number of steps depends on the text.
+Rules of the last kind reveal at least one position, and their number of steps depends on the text.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class Margin(Scored, name="margin"):
         rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
         p1 = 1 - rest  # (R, W)
         p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
-        # 1 - (P1 - P2), which orders like the margin, and keeps its digits where the margin rounds to 1
+        # 1 - (P1 - P2): its negative orders like the margin, and keeps its digits where the margin rounds to 1
         below = rest + p2  # (R, W)
 
         # the L1 norm of d(P1 - P2)/d(logits): the logits of the first, of the second, and of all other tokens
-        of_first = p1 * below
-        of_second = p2 * (1 - p2 + p1)
-        of_others = (1 - below) * (rest - p2).clamp(min=0)
-        return -below, of_first + of_second + of_others
+        slope_of_first = p1 * below
+        slope_of_second = p2 * (1 - p2 + p1)
+        slope_of_others = (1 - below) * (rest - p2).clamp(min=0)
+        return -below, slope_of_first + slope_of_second + slope_of_others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class EntropyBound(Rule, name="entropy_bound", adaptive=True, speed=("gamma",), 
         above = (spent_following - self.gamma) / (2 * spent_following)
         gap = (entropy_following - entropy_last) / (2 * entropy_following)
         gap = torch.where(predictions.all_mask[:, None], math.inf, gap)  # an exact tie by definition
-        of_last = torch.where(count > 1, below, math.inf)[:, 0]  # (R,) the first rank is always revealed
-        of_following = torch.where(some_stay, above.minimum(gap)[:, 0], math.inf)  # (R,)
-        margin = of_last.minimum(of_following)  # (R,)
+        margin_of_last = torch.where(count > 1, below, math.inf)[:, 0]  # (R,) the first rank is always revealed
+        margin_of_following = torch.where(some_stay, above.minimum(gap)[:, 0], math.inf)  # (R,)
+        margin = margin_of_last.minimum(margin_of_following)  # (R,)
         return Decision(pick, margin.nan_to_num(nan=0.0, posinf=math.inf))

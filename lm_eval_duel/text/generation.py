@@ -104,7 +104,7 @@ OF_OTHER_BACK_ENDS = {  # the value of each setting that has no effect, and why 
 
 
 def _read(arguments: Mapping[str, Any]) -> GenerationArguments:
-    """The entries that are read; raises DuelError for an unknown one, a wrong value, or one that matters elsewhere."""
+    """The entries that are read; raises DuelError for an unknown one, a wrong value, or one that acts elsewhere."""
     if not isinstance(arguments, Mapping):
         raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
     read = {}

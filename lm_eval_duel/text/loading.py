@@ -103,7 +103,7 @@ def _require_layout(options: Options, checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def _naming_preset(options: Options, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add the preset to the error of a network of another kind: it refuses an arg that the user has not typed."""
+    """Name the preset in the error of a network of another kind, which refuses an arg that the user has not typed."""
     try:
         yield
     except DuelError as error:

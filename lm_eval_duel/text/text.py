@@ -62,7 +62,7 @@ class TextEncoder:
 
     @property
     def unk_id(self) -> int | None:
-        """The id of text that the tokenizer does not know; None if it has none, or names its end of text (GPT-2)."""
+        """The id of text that the tokenizer does not know; None if it has none, or uses its end of text (GPT-2)."""
         unk = self.tokenizer.unk_token_id
         if unk in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
             return None
