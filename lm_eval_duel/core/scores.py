@@ -370,16 +370,16 @@ def perplexity(nll: float) -> float:
 
 
 def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
-    """The ratio of two sums over texts, and its standard error over texts.
+    """The ratio of two sums over texts, and its standard error over the n texts of a size above 0.
 
         rate = sum values / sum sizes,   stderr = sqrt(n / (n - 1) sum (value - rate size)^2) / sum sizes
 
-    The error is None for fewer than two texts of a size above 0, and for an infinite sum. The sum of sizes is above 0.
+    The error is None for n < 2, and for an infinite sum. The sum of sizes is above 0.
     """
-    count = len(values)
+    count = sum(size > 0 for size in sizes)  # an empty text says nothing about others
     total = math.fsum(sizes)
     rate = math.fsum(values) / total
-    if sum(size > 0 for size in sizes) < 2 or not math.isfinite(rate):
+    if count < 2 or not math.isfinite(rate):
         return rate, None
     squares = [(value - rate * size) ** 2 for value, size in zip(values, sizes, strict=True)]
     spread = count / (count - 1) * math.fsum(squares)

@@ -433,7 +433,7 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
 
 
 def _documents(task: Task, metric: str) -> tuple[Values, Note]:
-    """(nats, units) of each document, if the samples reproduce the task's value; else the reason."""
+    """(nats, units) of each document that is not empty, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
     values = task.documents.values.get(metric, {})
@@ -444,7 +444,12 @@ def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     if not math.isclose(sampled, written, rel_tol=SAME):
         both = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {written:.6g}"
         return {}, Note(f"{both}: another run's")
-    return values, Note()
+    return _without_empty(values), Note()
+
+
+def _without_empty(values: Values) -> Values:
+    """The documents that are not empty: those without a unit say nothing about others, and are no draws of them."""
+    return {document: (nats, units) for document, (nats, units) in values.items() if nats or units}
 
 
 def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
@@ -460,7 +465,7 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
     indices = row.run.tasks[row.task].documents.numbers
     values = {}
     for document, (_, units) in row.documents.items():
-        of_document = nats.get(indices[document], 0.0)  # a text without a token has no window
+        of_document = nats.get(indices[document], 0.0)  # a document that the trace does not hold
         values[document] = (of_document, units)
     total, _ = sums(values)
     if not math.isclose(total, log_prob, rel_tol=1e-6):

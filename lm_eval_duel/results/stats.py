@@ -354,7 +354,8 @@ def compare(
 
     # documents in the order of a report, so that the intervals are the same
     order = sorted(range(len(a)), key=lambda n: first.keys[n])
-    table = np.empty((len(a), 2, 2))  # (documents, sides, nats and units)
+    order = [n for n in order if first.counts[unit][n] or second.counts[unit][n]]  # not those that are empty
+    table = np.empty((len(order), 2, 2))  # (documents, sides, nats and units)
     for side, texts in enumerate((first, second)):
         for place, n in enumerate(order):
             table[place, side] = texts.log_probs[n], texts.counts[unit][n]
@@ -363,9 +364,10 @@ def compare(
         raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
 
     draws: Any = (None, None)
-    if len(a) > 1 and np.isfinite(sums).all():
+    if len(order) > 1 and np.isfinite(sums).all():
         draws = bootstrap_rates(table)
-    return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, first.keys)
+    keys = [first.keys[n] for n in order]
+    return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
 
 
 def _is_list(scores: Any) -> bool:

@@ -62,8 +62,9 @@ def by_hand(texts, factor):
 
     deviations = []
     for bits_of_text, size in zip(bits, sizes, strict=True):
-        deviations.append(bits_of_text - rate * size)
-    return [rate, statistics.stdev(deviations) * math.sqrt(len(texts)) / sum(sizes)]
+        if size:
+            deviations.append(bits_of_text - rate * size)
+    return [rate, statistics.stdev(deviations) * math.sqrt(texts_with_bytes) / sum(sizes)]
 
 
 @pytest.mark.parametrize("count", range(1, len(TEXTS) + 1))

@@ -175,13 +175,13 @@ MUCH_WORSE = scores(0.1, seed=2)
     [
         (BETTER, WORSE, "A is better"),
         ([text_score("one text", -30.0, 10)] * 12, [text_score("one text", -31.0, 10)] * 12, "no verdict from 1 dist"),
-        ([*BETTER[:2], EMPTY], [*WORSE[:2], EMPTY], "no verdict from 3 distinct"),
+        ([*BETTER[:2], EMPTY], [*WORSE[:2], EMPTY], "no verdict from 2 distinct"),
         ([*BETTER[:12], EMPTY], [*MUCH_WORSE[:12], EMPTY], "A is"),
     ],
     ids=["many texts", "copies of one", "few texts", "an empty text"],
 )
 def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second, verdict):
-    """In two files and in one. Copies of a text count once for a verdict; an empty one takes no interval away."""
+    """In two files and in one. Copies of a text count once for a verdict, and an empty one does not count."""
     content_a = score_file("A", first)
     content_b = score_file("B", second)
     a = tmp_path / "A.json"
