@@ -308,6 +308,8 @@ def _with_preset(
         free = {key: getattr(inner, key, None) for key in free_keys}
         if inner.name != preset_rule.name or rules.replaced(preset_rule, **free) != given_rule:
             raise presets.conflict(preset, "rule", arguments["rule"])
+    elif "rule" in arguments:
+        raise presets.conflict(preset, "rule", arguments["rule"])
     else:
         # a preset that names no rule is a sampler, whose own parameters are args of its estimator
         changeable = preset.free if "rule" in settings else readable

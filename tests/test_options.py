@@ -155,6 +155,7 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"preset": "llada2", "sub_block": 8}, "sub_block=8"),
     ({"preset": "wino"}, "preset=wino"),
     ({"preset": "sdar-dynamic", "tau": 0.9}, "tau=0.9"),
+    ({"preset": "sdar-dynamic", "rule": "greedy"}, "rule=greedy"),
     ({"estimator": "mixture", "lattice_rules": "klass:mu=0.4:nu=0.3"}, "has a memory"),
     ({"windows": "independant"}, "Did you mean independent?"),
     ({"batch_size": 0}, "'batch_size'"),

@@ -354,8 +354,8 @@ def _of_transformers(
     """The denoiser of a network that is called with input_ids and attention_mask."""
     if options.attention == "causal":
         raise DuelError(
-            "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
-            "checkpoint and score it with estimator=ar."
+            "Duel.from_model and training_metrics score masked diffusion models, and attention=causal is for "
+            "autoregressive ones: save the network, and score its checkpoint with estimator=ar."
         )
     kind = type(model).__name__
     class_alone = {"architectures": [kind]}  # the config may be that of the network it was trained from
@@ -366,6 +366,14 @@ def _of_transformers(
         raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
 
     native = is_native(model)
+    config = _entries_of(model.config)
+    may_be_causal = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if may_be_causal and options.family is None and options.attention is None:
+        if kind in PLAIN:
+            raise _autoregressive(kind, "family=<its family>, or attention='bidirectional' with mask_token_id=<id>")
+        masks = (options.mask_token_id, config.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None))
+        if masks == (None, None, None):
+            raise _autoregressive(kind, "mask_token_id=<id>")
     diffusion = find_family(class_alone, options, None)
     if diffusion is not None:
         family = diffusion
@@ -376,7 +384,6 @@ def _of_transformers(
     as_decoder = native and kind in PLAIN and diffusion is not None
     denoiser_class = _DecoderInMemory if as_decoder else _MaskedLMInMemory
 
-    config = _entries_of(model.config)
     checkpoint = Checkpoint(options, config, family, tokenizer)
     denoiser: Pretrained = denoiser_class(checkpoint, config.get("vocab_size"))
     denoiser.refuses = tested
@@ -386,12 +393,20 @@ def _of_transformers(
     denoiser.take(model)
 
     # Without its mask a class of autoregressive networks is causal, so this one test is not left out.
-    may_be_causal = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if may_be_causal and not tested and denoiser.attention == "bidirectional":
         rows = self_tests.probe_rows(denoiser)  # (R, L)
         logits = self_tests.logits_of(denoiser, rows)  # (R, L, V)
         self_tests.require_direction(denoiser, denoiser.path, rows, logits)
     return denoiser
+
+
+def _autoregressive(kind: str, remedy: str) -> DuelError:
+    """The error for a network whose class is an autoregressive one. `remedy`: the arguments if it is used otherwise."""
+    return DuelError(
+        f"Duel.from_model and training_metrics score masked diffusion models, and {kind} is autoregressive: save the "
+        "network, and score its checkpoint with estimator=ar. If it was trained as a masked diffusion model, pass "
+        f"{remedy}. Families: {documentation('checkpoints.md')}."
+    )
 
 
 def _entries_of(config: Any) -> dict[str, Any]:

@@ -159,8 +159,8 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     change = difference_of(before, logits[:, :-1])
     if denoiser.attention == "bidirectional" and change == 0:
         raise DuelError(
-            f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score it with "
-            "estimator=ar. If its layers start at zero, train it for a few steps first."
+            f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score its "
+            "checkpoint with estimator=ar. If its layers start at zero, train it for a few steps first."
         )
     if denoiser.attention == "causal" and not change <= noise_in_company(denoiser, logits):
         raise DuelError(

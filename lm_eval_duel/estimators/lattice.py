@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -75,11 +75,19 @@ class Lattice(Estimator):
         if followed is None:
             followed = (rule,) if rule is not None and rule.state_only else ()
         self.rules = list(followed)
+        self.reads_rule = rule in self.rules
         super().__init__(denoiser, block, **layout)
         check_block(estimator, self.block, only=denoiser.block is not None)
         values = dict.fromkeys(LATTICE, 0.0)
         paths = {str(rule): Score(0.0, nfe=0, near_ties=0) for rule in self.rules}
         self.empty_score = self.score(values, paths)
+
+    def ignored_args(self, given: Collection[str]) -> list[str]:
+        """The model args given that change nothing; a rule is read if it is one of those that are followed."""
+        ignored = {*super().ignored_args(given)}
+        if not self.reads_rule:
+            ignored |= {"rule", *rules.PARAMETERS}
+        return [key for key in given if key in ignored]
 
     def score(
         self,

@@ -182,8 +182,8 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
-                    "answers in the --use_cache file are not computed again. They count in the results, but cost, "
-                    "verify and the trace cover only what this run computes"
+                    "answers in the --use_cache file are not computed again. They count in the results, but cost and "
+                    "verify cover only what this run computes"
                 )
         super().set_cache_hook(cache_hook)
 

@@ -214,7 +214,10 @@ class Evaluation:
     def _saved(self, progress: Progress) -> str:
         """A sentence on what an interrupted call has saved."""
         if self.store is None:
-            return "Nothing is saved: only a run with --use_cache FILE can be resumed."
+            kept = "No answer is saved: only lm_eval and `lm-eval-duel run` with --use_cache FILE can be resumed."
+            if self.trace is not None:
+                kept += f" The trace {self.trace.place} has the finished documents."
+            return kept
         if not (progress.finished or progress.windows):
             return "None is finished, so there is nothing to save yet."
         if self.store.waiting:

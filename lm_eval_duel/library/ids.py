@@ -12,7 +12,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
-from lm_eval_duel.errors import DuelError, counted, naming, unknown
+from lm_eval_duel.errors import DuelError, counted, naming, require_known, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
@@ -145,6 +145,14 @@ class OnIds:
 
         Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
         """
+        names = list(inspect.signature(self.stream_samples).parameters)[2:]  # all but the contexts and the length
+        for name in ("temperature", "top_k", "top_p"):
+            if name in settings:
+                raise DuelError(
+                    f"Duel.sample takes {', '.join(names)}, and draws from the distribution that `score` scores. Load "
+                    f"the network with {name}={settings[name]}, or call Duel.generate, which takes {name}."
+                )
+        require_known("setting", settings, names, "of Duel.sample")
         with self.estimator.one_run():
             samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]

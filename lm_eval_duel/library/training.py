@@ -178,10 +178,16 @@ def check_arguments(
         *inspect.signature(Duel.from_model).parameters,
         *in_memory.ARGUMENTS,
     }
-    if "estimator" in arguments:
+    estimator = arguments.get("estimator")
+    if estimator == "ar":
+        raise DuelError(
+            "training_metrics scores masked diffusion models: save a causal network, and score its checkpoint with "
+            "estimator=ar."
+        )
+    if estimator is not None:
         raise DuelError(
             "training_metrics has no argument 'estimator': it scores the sampler of each rule. For another one, call "
-            f"Duel.from_model(model, tokenizer, estimator={arguments['estimator']!r}).score(texts)."
+            f"Duel.from_model(model, tokenizer, estimator={estimator!r}).score(texts)."
         )
     require_known("argument", arguments, names - NOT_ARGUMENTS, "of training_metrics")
     qualifiers = []

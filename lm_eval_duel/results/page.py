@@ -158,7 +158,10 @@ def about(report: Report) -> str:
         f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
     ]
     if any(task.pairs for task in report.tasks.values()):
-        sentences.append("Ranks are by value; whether two rows differ is said below.")
+        sentences.append(
+            "Ranks are by value: rows next to each other may not differ. The pairs below say which of those compared "
+            "there do."
+        )
     if report.baselines:
         sentences.append(f"Gaps are to {_baseline_names(report)}.")
     sentences.append(

@@ -202,8 +202,9 @@ def column(name: str, row: dict[str, Any], key: str, setting: str = "") -> Any:
     """
     if key not in row:
         filled = [column for column in row if row[column] is not None]
-        near = nearest(key, filled) or filled
-        remedy = f" Name it by {setting}{near[0]}." if setting and near else ""
+        of_texts = [column for column in filled if isinstance(row[column], str)]
+        likely = nearest(key, filled) or of_texts or filled
+        remedy = f" Name it by {setting}{likely[0]}." if setting and likely else ""
         raise DuelError(f"{name}: {unknown('column', key, filled)}{remedy}")
     if row[key] is None:
         raise DuelError(f"{name}: column '{key}' is null; leave this row out.")

@@ -344,6 +344,8 @@ REFUSED = [
     (dropping(), {**FUNCTION, "self_tests": False}, "module="),
     (Guided(Toy(length=4), 0.5), {}, "Guided"),
     ("gpt2", {"mask_token_id": 39, "self_tests": False}, "is causal"),
+    ("gpt2", {}, "autoregressive: save .*mask_token_id=<id>"),
+    ("llama", {}, "autoregressive: save .*attention='bidirectional'"),
     ("bert", {"mask_token_id": 4, "attention": "causal"}, "estimator=ar"),
     ("bigbird", {"mask_token_id": 4}, "set_attention_type"),
 ]

@@ -48,7 +48,7 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     assert len(calls) == 14
     assert signal.getsignal(number) is before
     message = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 documents. "
-    assert f"{message}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
+    assert f"{message}No answer is saved: " in caplog.text
 
 
 @pytest.mark.parametrize(("calls", "said"), [(1, "nothing to save yet"), (14, "They are saved in ")])
@@ -60,6 +60,17 @@ def test_the_log_says_what_an_interrupted_call_has_saved(model, tmp_path, caplog
     progress = model.evaluation.progress
     assert bool(progress.finished or progress.windows) == (calls > 1)
     assert said in caplog.text
+
+
+def test_the_trace_of_an_interrupted_call_has_the_finished_documents(folder, tmp_path, caplog):
+    trace = tmp_path / "t.jsonl"
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=1, trace=str(trace))
+    after_calls(model, 14, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
+    assert str(trace) in caplog.text
+    _, *windows = trace.read_text().splitlines()
+    assert len(windows) == 1
 
 
 def test_an_interrupted_call_estimates_from_a_random_sample_and_says_so(model, caplog):

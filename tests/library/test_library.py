@@ -369,6 +369,12 @@ def test_a_seed_is_a_whole_number(duel):
             Elbo(duel.denoiser, draw_seed=seed)
 
 
+def test_sample_names_the_settings_that_it_takes(duel):
+    for settings, named in (({"temperature": 0.5}, "keys.*temperature=0.5.*generate"), ({"seeds": 3}, "mean seed")):
+        with pytest.raises(DuelError, match=rf"Duel\.sample.*{named}"):
+            duel.sample(["We the"], 2, **settings)
+
+
 @pytest.mark.parametrize("place", range(3))
 def test_the_mask_token_is_refused_wherever_it_stands(duel, place):
     """Before the text, in it, and after it; the error names it."""

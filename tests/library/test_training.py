@@ -216,6 +216,13 @@ def test_a_network_without_its_tokenizer(model):
         training_metrics(tiny.tokenizer(), model, TEXTS, block=3)
 
 
+def test_a_causal_network_is_to_be_saved(model):
+    """No other call is suggested: `from_model` refuses it, too."""
+    with pytest.raises(DuelError, match=r"save .*checkpoint with estimator=ar") as refused:
+        training_metrics(model, tiny.tokenizer(), TEXTS, estimator="ar")
+    assert "from_model" not in str(refused.value)
+
+
 @pytest.mark.slow
 def test_the_example_of_the_docs_learns(tmp_path):
     spec = importlib.util.spec_from_file_location("training_example", ROOT / "examples" / "training" / "train.py")

@@ -40,7 +40,7 @@ RUNS = {
 }
 WHOLE = ("edges",)  # of which the JSON, the page and what is printed are compared, too
 TEX = (("made", "methods_sotu.tex"), ("made", "gap_news.tex"))
-DATE = re.compile(r"\d{4}-\d\d-\d\dT[^\s,]+|[Bb]elow .*|wrote to .*|/\S*/(made|few|edges|bundled)|\d{4}-\d\d-\d\d")
+DATE = re.compile(r"\d{4}-\d\d-\d\dT[^\s,]+|Below .*|wrote to .*|/\S*/(made|few|edges|bundled)|\d{4}-\d\d-\d\d")
 
 
 def check(name, text):
