@@ -7,6 +7,7 @@ One thread, so that times can be compared. What repeats other entries is left ou
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -63,9 +64,9 @@ def shorten(folder: Path) -> None:
 
 def main() -> None:
     """Score, trace, shorten."""
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where results and traces are written")
+    folder = parser.parse_args().folder
     for model_args, trace in RUNS.items():
         run(model_args, "--log_samples", "--output_path", str(folder))
         if trace is not None:

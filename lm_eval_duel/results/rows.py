@@ -449,7 +449,12 @@ def _documents(task: Task, metric: str) -> tuple[Values, Note]:
 
 def _without_empty(values: Values) -> Values:
     """The documents that are not empty: those without a unit say nothing about others, and are no draws of them."""
-    return {document: (nats, units) for document, (nats, units) in values.items() if nats or units}
+    kept = {}
+    for document, (nats, units) in values.items():
+        is_empty = nats == 0 and units == 0
+        if not is_empty:
+            kept[document] = (nats, units)
+    return kept
 
 
 def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:

@@ -353,8 +353,11 @@ def compare(
     unit = _shared_unit(first, second, unit)
 
     # documents in the order of a report, so that the intervals are the same
-    order = sorted(range(len(a)), key=lambda n: first.keys[n])
-    order = [n for n in order if first.counts[unit][n] or second.counts[unit][n]]  # not those that are empty
+    order = []
+    for n in sorted(range(len(a)), key=lambda n: first.keys[n]):
+        is_empty = not first.counts[unit][n] and not second.counts[unit][n]
+        if not is_empty:  # an empty text says nothing about others
+            order.append(n)
     table = np.empty((len(order), 2, 2))  # (documents, sides, nats and units)
     for side, texts in enumerate((first, second)):
         for place, n in enumerate(order):
