@@ -33,7 +33,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 ALONE = 1e-4  # a difference in float32 where nothing else in the call changes; rotary networks reach 1.5e-6
 PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
-NOISE_FACTOR = 8  # padding may change logits by so many times the noise between batches, if that is more
+NOISE_FACTOR = 8  # padding may change logits by this many times the noise between batches, if that is more
 MOST_NOISE = 1e-4
 ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8

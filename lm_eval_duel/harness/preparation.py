@@ -81,10 +81,12 @@ def _check_arguments(config: EvaluatorConfig) -> None:
         raise UsageError(
             f"--limit is a number of documents, or below 1 a share of them; got {config.limit:g}. Leave it out for all."
         )
-    if config.use_cache is not None and (config.use_cache.endswith(("/", os.sep)) or Path(config.use_cache).is_dir()):
+    cache = config.use_cache
+    is_folder = cache is not None and (cache.endswith(("/", os.sep)) or Path(cache).is_dir())
+    if is_folder:
         raise UsageError(
             f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the folder "
-            f"{config.use_cache}. Add a name to it: {Path(config.use_cache, 'cache')}."
+            f"{cache}. Add a name to it: {Path(cache, 'cache')}."
         )
     if config.output_path:
         output = Path(config.output_path)
@@ -111,9 +113,13 @@ def _check_generation(task: Task, more: Any) -> None:
     """Raise DuelError for wrong settings of a task that generates. `more`: those of --gen_kwargs, which come on top."""
     if task.OUTPUT_TYPE != "generate_until" or not isinstance(task.config.generation_kwargs, dict):
         return
-    more = key_values(more) if isinstance(more, str) else more or {}
+    settings = dict(task.config.generation_kwargs)
+    if isinstance(more, str):
+        more = key_values(more)
+    if more:
+        settings |= more
     with naming(f"Task {task.config.task}"):
-        Settings.from_arguments({**task.config.generation_kwargs, **more})
+        Settings.from_arguments(settings)
 
 
 def _hand_over(manager: TaskManager, loaded: Any) -> None:
