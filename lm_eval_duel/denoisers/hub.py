@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -297,6 +298,11 @@ def _with_hint(error: Exception, remedy: str) -> str:
     return f"{short_reason(error)}.{hint}"
 
 
+@lru_cache(maxsize=1)  # said once, also if several models are loaded
+def _say_cpu() -> None:
+    log.info("No CUDA device found: running on the CPU")
+
+
 def pick_device(name: str | None) -> torch.device:
     """The device of a name; None: a GPU if there is one. Without any, the harness's default cuda:0 becomes the CPU.
 
@@ -309,7 +315,7 @@ def pick_device(name: str | None) -> torch.device:
         name = f"cuda:{name}"
     name = str(name)
     if name == "cuda:0" and count == 0:
-        log.info("No CUDA device found: running on the CPU")
+        _say_cpu()
         return torch.device("cpu")
 
     devices = ["cpu"]
