@@ -123,6 +123,8 @@ class Duel(OnIds):
             raise DuelError(
                 f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r})."
             )
+        if isinstance(rule, type) and issubclass(rule, Rule):
+            raise DuelError(f"rule is the class {rule.__name__}; pass an instance: rule={rule.__name__}(...).")
         if not isinstance(rule, (str, Rule)):
             raise DuelError(
                 f"rule must be a name, such as 'greedy', or an instance of Rule ({documentation('adding.md')}); got "

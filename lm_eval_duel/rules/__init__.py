@@ -8,16 +8,12 @@ lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import os
-import sys
-from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from lm_eval_duel.arguments import MISSING, Argument, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
-from lm_eval_duel.errors import DuelError, naming, require_known, unknown
+from lm_eval_duel.errors import DuelError, naming, require_known
+from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule, in_memory, rank
 from lm_eval_duel.rules.checked import repeat_last, with_checks
 from lm_eval_duel.rules.klass import Klass
@@ -123,6 +119,8 @@ def parse(text: str) -> Rule:
 
 def read(text: str) -> tuple[str, dict[str, str]]:
     """A rule's name and its parameters as they are written; raises DuelError for a text of another form."""
+    if "::" in text:
+        raise DuelError(f"Rule '{text}' has two colons in a row; write {text.replace('::', ':')}.")
     name, *rest = split(text)
     parameters = []
     for part in rest:
@@ -193,111 +191,20 @@ def _require_complete(name: str, arguments: dict[str, Any], parameters: dict[str
 def find(name: str) -> type[Rule]:
     """The class of a rule's name, alias, or `module:Name` of the user's own."""
     if ":" in name:
-        return _users_rule(name)
+        return users.find(name)
     if name.endswith(".py"):
-        raise _no_class(name)
+        raise users.no_class(name)
     require_covered("rule", name)
-    if name not in (*RULES, *ALIASES) and _is_module(name):
-        raise _no_class(name)
-    require_known("unmasking rule", [name], [*RULES, *ALIASES])
+    known = [*RULES, *ALIASES]
+    if name not in known:
+        users.require_colon(name)
+    require_known("unmasking rule", [name], known)
     return RULES[ALIASES.get(name, name)]
 
 
 def blockwise(rule: Rule, block: int | None) -> Rule:
     """A rule that `spans_blocks`, confined to the first unfinished block of lanes that hold a whole window."""
     return rule if block is None else SubBlock(rule, block, carries=True)
-
-
-# ---------------------------------------------------------------- a user's own
-
-
-def _users_rule(name: str) -> type[Rule]:
-    """The class of `module:Name` or `path/to/file.py:Name`."""
-    module_name, class_name = name.split(":")
-    is_file = module_name.endswith(".py")
-    if not class_name or not (is_file or all(module_name.split("."))):
-        raise DuelError(f"'{name}' is not a rule: write module:Name, path/to/file.py:Name, or a rule's name.")
-    if is_file:
-        folder, module_name = _folder_and_module(module_name)
-    else:
-        folder = os.getcwd()  # a console script has its own folder in sys.path instead
-    module = _imported(name, folder, module_name)
-    rule = getattr(module, class_name, None)
-    if rule is None:
-        raise unknown("rule", class_name, _rules_of(module), f"in '{module_name}'")
-    if not _is_rule(rule):
-        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
-    return rule
-
-
-def _is_module(name: str) -> bool:
-    """True for a user's module, in this folder or on the path: not one of Python itself, and no dotted name."""
-    if not name.isidentifier() or name in sys.stdlib_module_names:
-        return False
-    return os.path.isfile(f"{name}.py") or importlib.util.find_spec(name) is not None
-
-
-def _no_class(name_of_module: str) -> DuelError:
-    """The error for a rule's file or module without the rule's name. It lists the rules in it, if it imports."""
-    what = "module"
-    folder = os.getcwd()
-    module_name = name_of_module
-    if name_of_module.endswith(".py"):
-        what = "file"
-        folder, module_name = _folder_and_module(name_of_module)
-    try:
-        known = _rules_of(_imported(name_of_module, folder, module_name))
-    except Exception:  # the error of the file itself is shown once a rule in it is named
-        known = []
-    name = "Name"
-    listed = ""
-    if known:
-        name = known[0]
-        listed = f" Rules in it: {', '.join(known)}."
-    return DuelError(f"'{name_of_module}' is a {what}, not a rule: write {name_of_module}:{name}.{listed}")
-
-
-def _folder_and_module(file: str) -> tuple[str, str]:
-    """The folder of a Python file and the name of its module; raises DuelError if that name has another meaning."""
-    path = os.path.abspath(os.path.expanduser(file))
-    folder, module = os.path.split(path.removesuffix(".py"))
-    if not os.path.isfile(path):
-        raise DuelError(f"No file '{file}' for the rule; write path/to/file.py:Name.")
-    if module in sys.modules or module in sys.stdlib_module_names:
-        other = importlib.util.find_spec(module)
-        if other is not None and os.path.abspath(other.origin or "") != path:
-            raise DuelError(f"'{module}' is also the module {other.origin}; give the rule's file {file} another name.")
-    return folder, module
-
-
-def _imported(name: str, folder: str, module_name: str) -> ModuleType:
-    """The module of rule `name`, which may be in `folder`."""
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # if neither the rule's module nor a package around it is missing, the module imports another one that is
-        is_missing = bool(error.name) and f"{module_name}.".startswith(f"{error.name}.")
-        if not is_missing:
-            raise
-        raise DuelError(
-            f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
-        ) from None
-    finally:
-        sys.path.remove(folder)
-
-
-def _rules_of(module: ModuleType) -> list[str]:
-    """The names of the rules that a module defines."""
-    names = []
-    for name, value in vars(module).items():
-        if _is_rule(value) and value.__module__ == module.__name__:
-            names.append(name)
-    return names
-
-
-def _is_rule(value: Any) -> TypeGuard[type[Rule]]:
-    return isinstance(value, type) and issubclass(value, Rule)
 
 
 # ---------------------------------------------------------------- in tables

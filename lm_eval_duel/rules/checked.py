@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.decision import Decision, UnmaskingRule
 from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, is_coarse, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
+from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule
 from lm_eval_duel.rules.wrappers import Around
 
@@ -43,6 +44,7 @@ def with_checks(rule: Rule, counts: Counts, network: Network) -> Rule:
     answer is counted and does not end the run.
     """
     if not rule.built_in:
+        users.require_contract(type(rule))
         return Checked(rule, counts, network)
     if isinstance(rule, Around) and not isinstance(rule, Checked):
         return dataclasses.replace(rule, rule=with_checks(rule.rule, counts, network))
@@ -156,9 +158,9 @@ class Checked(Around):
             )
         elif not is_coarse(self.network):
             raise InconsistentOutput(
-                f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
-                "predictions, masked positions, step and memory; anything else gives no likelihood, so every value "
-                "that was computed with it is suspect.",
+                f"{self._with_place} is not deterministic: it decided otherwise {when}. A rule is a function of a "
+                "lane's own predictions, masked positions, step and memory; anything else gives no likelihood, so "
+                "every value that was computed with it is suspect.",
                 lane=lane,
             )
 
@@ -185,7 +187,7 @@ class Checked(Around):
                 what = "picked a position that is not masked: pick among lanes.masked only"
             else:
                 what = "picked nothing: pick a masked position in each lane, or set may_pick_none"
-            raise RuleStalled(f"Rule {self} {what}.", lane=lane)
+            raise RuleStalled(f"{self._with_place} {what}.", lane=lane)
         return decision
 
     def _of_form(self, returned: Any, lanes: Any) -> Decision:
@@ -195,7 +197,8 @@ class Checked(Around):
         decision = Decision(returned) if isinstance(returned, torch.Tensor) else returned
         if not isinstance(decision, Decision):
             raise DuelError(
-                f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
+                f"{self._with_place} must return a Decision or a boolean tensor (R, W), True at the masked positions "
+                f"to reveal next; got {type(decision).__name__}."
             )
         with _taken_for_the_pick(returned):
             self._require_form("pick", decision.pick, lanes)
@@ -227,8 +230,8 @@ class Checked(Around):
         if not fits:
             count, wide = masked.shape
             raise DuelError(
-                f"The {name} of rule {self} must be {FORMS[name]} with R, W = {count}, {wide} on {masked.device}; got "
-                f"{got}.{advice}"
+                f"{self._with_place}: its {name} must be {FORMS[name]} with R, W = {count}, {wide} on "
+                f"{masked.device}; got {got}.{advice}"
             )
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:
@@ -244,6 +247,11 @@ class Checked(Around):
         for old, new in zip(before, decision.memory, strict=True):
             waits |= (old != new).flatten(1).any(1)
         return waits
+
+    @property
+    def _with_place(self) -> str:
+        """The rule with its file and line, for errors."""
+        return f"Rule {self} ({users.place(type(self.rule))})"
 
     def __str__(self) -> str:
         return str(self.rule)
