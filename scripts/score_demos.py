@@ -1,6 +1,6 @@
 """Make the bundled results again: what lm-eval writes for the bundled networks on all of `sotu`, and traces.
 
-    python scripts/score_demos.py FOLDER        FOLDER then has what lm_eval_duel/demo/results has, in about 15 minutes
+    python scripts/score_demos.py FOLDER        FOLDER then has what lm_eval_duel/demo/results has, in about 20 minutes
 
 One thread, so that times can be compared. What repeats other entries is left out of the files: the package holds them.
 """
@@ -14,14 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUNS = {  # model args: the name of a trace of the first documents, if there is one
+RUNS = {  # model args: the name of a trace, if there is one
     "pretrained=demo-ar,estimator=ar": "ar",
     "pretrained=demo-bd,rule=left_to_right,block=4": "demo-bd_left_to_right",
     "pretrained=demo-bd,rule=greedy,block=4": "demo-bd_greedy",
     "pretrained=demo-bd,rule=margin,block=4": "demo-bd_margin",
     "pretrained=demo-bd,rule=greedy,k=2,block=4": None,
     "pretrained=demo-bd,estimator=elbo": None,
-    "pretrained=demo-bd,estimator=mixture,lattice_rules=none,block=4": None,
+    "pretrained=demo-bd,estimator=mixture,lattice_rules=none,block=4": "demo-bd_mixture",
     "pretrained=demo-mdm,rule=left_to_right,block=4": "demo-mdm_left_to_right",
     "pretrained=demo-mdm,rule=greedy,block=4": "demo-mdm_greedy",
     "pretrained=demo-mdm,rule=margin,block=4": "demo-mdm_margin",
@@ -30,9 +30,9 @@ RUNS = {  # model args: the name of a trace of the first documents, if there is 
     "pretrained=demo-mdm,rule=greedy,block=32,cache=dual": None,
     "pretrained=demo-mdm,rule=margin,k=2,block=32": "demo-mdm_margin32_k2",
     "pretrained=demo-mdm,estimator=elbo": None,
-    "pretrained=demo-mdm,estimator=mixture,lattice_rules=none,block=4": None,
+    "pretrained=demo-mdm,estimator=mixture,lattice_rules=none,block=4": "demo-mdm_mixture",
 }
-TRACED = 3  # documents
+TRACED = 3  # documents: the texts that a page shows
 TASKS = Path(__file__).resolve().parents[1] / "task_configs"
 REPEATED = ("arguments", "target", "resps", "filtered_resps")  # entries of samples
 
@@ -72,7 +72,11 @@ def main() -> None:
         if trace is not None:
             file = folder / "traces" / f"{trace}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
-            run(f"{model_args},trace={file}", "--limit", str(TRACED))
+            traced = f"{model_args},trace={file}"
+            if "estimator=mixture" in model_args:
+                run(traced)  # all documents: only a trace has the ELBO and the oracle of each
+            else:
+                run(traced, "--limit", str(TRACED))
     shorten(folder)
 
 
