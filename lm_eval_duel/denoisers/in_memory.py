@@ -35,30 +35,13 @@ from lm_eval_duel.denoisers.hf.own_code import OWN_CODE
 from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.hf.pretrained import UNBOUNDED, Pretrained, is_native, trained_positions
 from lm_eval_duel.denoisers.hub import explained
-from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, LoadOptions
 from lm_eval_duel.denoisers.recognition import has_random_tokens, require_supported
 from lm_eval_duel.denoisers.self_tests import buffers_kept, module_of
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
 from lm_eval_duel.errors import DuelError, documentation, require_known
 
 log = logging.getLogger("lm_eval.duel_mdm")
-
-ARGUMENTS = (  # the `load_options.NetworkArguments` that concern a network which is loaded already
-    "attention",
-    "block",
-    "bos",
-    "cache",
-    "cfg_scale",
-    "exclude_ids",
-    "family",
-    "last_block",
-    "mask_token_id",
-    "max_length",
-    "shift_logits",
-    "temperature",
-    "top_k",
-    "top_p",
-)
 IN_MEMORY = "in memory"  # what the spec says of weights that may change
 DIGEST = "digest"
 
@@ -75,7 +58,7 @@ def from_model(
     **network: Any,
 ) -> Denoiser:
     """The denoiser of a network in memory. Arguments and errors: see `Duel.from_model`."""
-    require_known("argument", network, ARGUMENTS, "of from_model")
+    require_known("argument", network, IN_MEMORY_ARGUMENTS, "of from_model")
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
     module = module_of(bare) if module is None else user_module.unwrapped(module)

@@ -169,6 +169,22 @@ class NetworkArguments(Arguments):
 
 
 NETWORK_ARGUMENTS: dict[str, Argument] = declared(NetworkArguments)
+IN_MEMORY_ARGUMENTS = (  # those that concern a network which is loaded already
+    "attention",
+    "block",
+    "bos",
+    "cache",
+    "cfg_scale",
+    "exclude_ids",
+    "family",
+    "last_block",
+    "mask_token_id",
+    "max_length",
+    "shift_logits",
+    "temperature",
+    "top_k",
+    "top_p",
+)
 ALIASES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {  # the harness's words: the argument meant, and its value
     "add_bos_token": ("bos", lambda key, value: "given" if TRUTH(key, value) else "none"),
     "parallelize": ("device_map", lambda key, value: "auto" if TRUTH(key, value) else None),

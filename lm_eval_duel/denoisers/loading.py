@@ -33,22 +33,24 @@ from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.filters import excluding, warped
 from lm_eval_duel.denoisers.hf import decoder, diffusion_gemma, own_code, own_forward
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
-from lm_eval_duel.denoisers.load_options import LoadOptions, tokenizer_source
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, NetworkArguments, tokenizer_source
 from lm_eval_duel.denoisers.recognition import is_diffusion_gemma, is_dit
 from lm_eval_duel.denoisers.wrappers import Guided
+from lm_eval_duel.keywords import keywords_of, listing, shows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@shows(keywords_of(NetworkArguments), listing("Model args of the network, with their defaults:", NETWORK_ARGUMENTS))
 def load(name: str = BUNDLED, *, device: str | None = None, **network: Any) -> Denoiser:
     """Load the denoiser of a checkpoint.
 
     Args:
         name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-duo", "demo-ar").
         device: "cpu", "cuda", "cuda:0", ... None: a GPU if there is one.
-        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer), and the model args of the network in
-            docs/model_args.md, such as `dtype`, `family` or `cache`. The others are detected.
+        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer), and model args of the network, listed
+            below, such as `dtype`, `family` or `cache`. The others are detected.
 
     Raises:
         DuelError: If an argument is wrong, or the checkpoint cannot be read, does not fill its network exactly, or

@@ -10,29 +10,36 @@ Texts get the special tokens and windows of the harness (text/text.py), and so t
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, documentation, naming, require_known
+from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, NETWORK_ARGUMENTS, NetworkArguments
+from lm_eval_duel.errors import DuelError, documentation, naming
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.totals import score_documents
 from lm_eval_duel.estimators.two_phase import FIRST_CACHE, TwoPhase
+from lm_eval_duel.keywords import keywords_of, shows, suggests_names
 from lm_eval_duel.library.ids import (
     AUTO,
+    ELSEWHERE,
     GREEDY,
     HARNESS_ARGS,
+    KEYWORDS,
     SAMPLERS,
+    SIZES,
     Default,
     OnIds,
     TextOrIds,
     estimator_options,
+    estimators_listing,
+    keywords_of_duel,
+    network_listing,
     one_each,
     own_arguments,
     text_windows,
@@ -51,28 +58,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 Block: TypeAlias = "int | Literal['auto'] | None"
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-SIZES = ("batch_size", "max_batch_size", "traced")
-KEYWORDS = ("rule", "block", "grid", "estimator", "windows", *SIZES)  # with which every Duel is made
 
 
-def shows_keywords_of(constructor: Callable[..., None]) -> Callable[[Made], Made]:
-    """A decorator of functions that pass `**arguments` to the constructor, so that help() shows its `KEYWORDS`."""
-    declared = inspect.signature(constructor).parameters
-    shown = []
-    for name in KEYWORDS:
-        keyword = declared[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        shown.append(keyword)
-
-    def decorate(function: Made) -> Made:
-        *named, rest = inspect.signature(function).parameters.values()
-        function.__signature__ = inspect.Signature([*named, *shown, rest])  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
+@suggests_names(ELSEWHERE)
 class Duel(OnIds):
     """A denoiser, an unmasking rule and a block: one distribution, to score and to sample.
 
@@ -93,7 +81,7 @@ class Duel(OnIds):
         estimator: The value to compute, as in docs/estimators.md.
         tokenizer: The tokenizer of texts. None: this Duel takes ids only.
         windows: How to cut long texts: "independent", each window from scratch, or "harness", its rolling windows.
-        arguments: Arguments of the estimator, such as mc_samples=256 or draw_seed=1.
+        arguments: Arguments of the estimator, such as mc_samples=256, as listed by help(Duel.from_pretrained).
 
     Raises:
         DuelError: If the combination defines no distribution of this network.
@@ -150,7 +138,10 @@ class Duel(OnIds):
         self._take(denoiser, made, text)
 
     @classmethod
-    @shows_keywords_of(__init__)
+    @shows(
+        [*keywords_of_duel(__init__), *keywords_of(NetworkArguments)],
+        f"{network_listing(NETWORK_ARGUMENTS)}\n\n{estimators_listing()}",
+    )
     def from_pretrained(
         cls,
         name: str = "demo-mdm",
@@ -165,9 +156,9 @@ class Duel(OnIds):
             name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-duo", "demo-ar").
             device: "cpu", "cuda", "cuda:1", ... None: a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
-            arguments: The keywords of `Duel` (rule, block, grid, estimator, windows, batch_size, ...), and model args,
-                as in docs/model_args.md: of the network (dtype, revision, bos, ...), of the rule (rule="klass",
-                mu=0.9, nu=0.01) and of the estimator (estimator="elbo", mc_samples=256).
+            rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`.
+            arguments: Model args, as in docs/model_args.md: of the network and of the estimator (estimator="elbo",
+                mc_samples=256), both listed below, and parameters of the rule (rule="klass", mu=0.9, nu=0.01).
 
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
@@ -194,7 +185,10 @@ class Duel(OnIds):
         return duel
 
     @classmethod
-    @shows_keywords_of(__init__)
+    @shows(
+        [*keywords_of_duel(__init__), *keywords_of(NetworkArguments, IN_MEMORY_ARGUMENTS)],
+        f"{network_listing(IN_MEMORY_ARGUMENTS)}\n\n{estimators_listing()}",
+    )
     def from_model(
         cls,
         model: Any,
@@ -224,9 +218,9 @@ class Duel(OnIds):
             weights: The entry for the weights in the spec. None: "in memory", so that the fingerprint does not depend
                 on them; "digest": a hash of the weights when the spec is read; or a text, such as "run 7, step 2000".
             autocast: The dtype of autocast during calls. None: no autocast, whatever is active outside.
-            arguments: The keywords of `Duel`, and model args, as in docs/model_args.md: mask_token_id, max_length,
-                attention, shift_logits, bos, last_block, family, cache, temperature, top_k, top_p, exclude_ids,
-                cfg_scale, the estimator's own. A `batch_size` of None is 2048 tokens on a CPU and 16384 on a GPU.
+            rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`. A `batch_size` of
+                None is 2048 tokens on a CPU and 16384 on a GPU.
+            arguments: Model args of the network and of the estimator, listed below.
 
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
@@ -374,12 +368,55 @@ class Duel(OnIds):
 
     # ------------------------------------------------------------ text out
 
-    def generate(self, prompts: Sequence[TextOrIds], **settings: Any) -> list[GeneratedText]:
-        """Continue each prompt, in order. For the settings and errors, see `generate_stream`."""
-        names = inspect.signature(self.generate_stream).parameters
-        require_known("setting of generate()", settings, list(names)[1:])  # all but the prompts
+    def generate(
+        self,
+        prompts: Sequence[TextOrIds],
+        *,
+        suffixes: Sequence[TextOrIds] | None = None,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        until: str | Sequence[str] = (),
+        seed: int = 0,
+        keys: Sequence[int] | None = None,
+    ) -> list[GeneratedText]:
+        """Continue each prompt by Algorithm 1, as under `generate_until` of the harness.
+
+        Args:
+            prompts: Texts or ids. A prompt that leaves no room for `max_new_tokens` is cut from the left, with a
+                warning.
+            suffixes: Visible text or ids after each generated text (infilling).
+            max_new_tokens: Positions of the generation window, filled block after block. None: 256, or what the longest
+                prompt with its suffix leaves of a shorter row, at least half of it.
+            do_sample: Draw tokens. False: take the most probable token at every pick. None: draw if `temperature` is
+                above 0.
+            temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
+            until: Stop strings, looked for after each finished block.
+            seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key is its index
+                unless `keys` are given.
+
+        Returns:
+            The continuations, in the order of `prompts`, each with its own log-probability.
+
+        Raises:
+            DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
+        """
         with self.estimator.one_run():
-            texts = dict(self.generate_stream(prompts, **settings))
+            stream = self.generate_stream(
+                prompts,
+                suffixes=suffixes,
+                max_new_tokens=max_new_tokens,
+                do_sample=do_sample,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                until=until,
+                seed=seed,
+                keys=keys,
+            )
+            texts = dict(stream)
         return [texts[n] for n in range(len(prompts))]
 
     def generate_stream(
@@ -396,26 +433,7 @@ class Duel(OnIds):
         seed: int = 0,
         keys: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, GeneratedText]]:
-        """Like `generate`, but yield (index, continuation) of each prompt as it is finished, in any order.
-
-        Texts are drawn by Algorithm 1, as under `generate_until` of the harness.
-
-        Args:
-            prompts: Texts or ids. A prompt that leaves no room for `max_new_tokens` is cut from the left, with a
-                warning.
-            suffixes: Visible text or ids after each generated text (infilling).
-            max_new_tokens: Positions of the generation window, filled block after block. None: 256, or what the longest
-                prompt with its suffix leaves of a shorter row, at least half of it.
-            do_sample: Draw tokens. False: take the most probable token at every pick. None: draw if `temperature` is
-                above 0.
-            temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
-            until: Stop strings, looked for after each finished block.
-            seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key is its index
-                unless `keys` are given.
-
-        Raises:
-            DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
-        """
+        """Like `generate`, but yield (index, continuation) of each prompt as it is finished, in any order."""
         until = until if isinstance(until, str) else list(until)
         settings = Settings.from_arguments(
             {

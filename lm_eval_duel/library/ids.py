@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.arguments import Arguments, declared, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
-from lm_eval_duel.errors import DuelError, counted, naming, require_known, unknown
+from lm_eval_duel.errors import DuelError, counted, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.trajectories import Trajectory
+from lm_eval_duel.keywords import listing, suggests_names
 from lm_eval_duel.library.results import EncodedText
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.annotated import split_at_borders
 from lm_eval_duel.text.text import TextEncoder
@@ -29,23 +31,30 @@ if TYPE_CHECKING:
 
 
 TextOrIds: TypeAlias = "str | Ids"
-Methods = TypeVar("Methods")
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
 FIXED_ORDERS = ("duel", "ar")  # a window has one order
+LENGTH = whole(1, "a number of positions")
+WARPERS = ("temperature", "top_k", "top_p")  # arguments of the network and of `Duel.generate`
 
 
-def named_as_of_duel(methods: type[Methods]) -> type[Methods]:
-    """A decorator of a part of `Duel`: Python's errors on arguments name its methods as users know them."""
-    for name, method in vars(methods).items():
-        if inspect.isfunction(method):
-            method.__qualname__ = f"Duel.{name}"
-    return methods
+def _elsewhere() -> dict[str, str]:
+    """Keywords that methods of `Duel` do not take, since they belong to the Duel, and where to pass each."""
+    remedies = {}
+    for name in MODEL_ARGUMENTS:
+        remedy = f"Pass it where the Duel is made, as in Duel.from_pretrained(NAME, {name}=...)"
+        if name in WARPERS:
+            remedy += ", or call Duel.generate, which takes it"
+        remedies[name] = f"{remedy}."
+    return remedies
 
 
-@named_as_of_duel
+ELSEWHERE = _elsewhere()
+
+
+@suggests_names(ELSEWHERE)
 class OnIds:
     """Methods of `Duel` that need no tokenizer."""
 
@@ -140,21 +149,51 @@ class OnIds:
         """Like `log_prob`, but yield (index, score) of each window as it is finished, in any order."""
         return self.estimator.stream(windows)
 
-    def sample(self, contexts: Sequence[TextOrIds], length: int, **settings: Any) -> list[Sample]:
-        """Draw `length` tokens after each context (Algorithm 1), in the order of `contexts`.
+    def sample(
+        self,
+        contexts: Sequence[TextOrIds],
+        length: int,
+        *,
+        suffixes: Sequence[TextOrIds] | None = None,
+        tail: int = 0,
+        do_sample: bool = True,
+        seed: int = 0,
+        keys: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> list[Sample]:
+        """Draw `length` tokens after each context (Algorithm 1), each sample with its own exact log-probability.
 
-        Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
+        Tokens come from the distribution that `log_prob` scores, a temperature of the network included.
+
+        Args:
+            contexts: Visible ids before each sample. With a tokenizer, contexts and suffixes may be texts, which get
+                the checkpoint's special tokens; ids are used unchanged.
+            length: Positions to draw, at least 1.
+            suffixes: Visible ids or texts after each sample (infilling). None: nothing.
+            tail: [MASK] positions after the `length` drawn ones, which are never revealed.
+            do_sample: Draw tokens. False: take the most probable token at every pick.
+            seed, keys: A draw depends on the seed, the context's key and the position only. None: the key is the index.
+            stop: `stop(index, tokens)` is called after each finished block. If it returns True, no further block is
+                drawn, and the sample's `tail` counts the positions left.
+
+        Returns:
+            The samples, in the order of `contexts`.
+
+        Raises:
+            DuelError: If the estimator cannot sample, or a context is wrong or does not fit into a row.
         """
-        names = list(inspect.signature(self.stream_samples).parameters)[2:]  # all but the contexts and the length
-        for name in ("temperature", "top_k", "top_p"):
-            if name in settings:
-                raise DuelError(
-                    f"Duel.sample takes {', '.join(names)}, and draws from the distribution that `score` scores. Load "
-                    f"the network with {name}={settings[name]}, or call Duel.generate, which takes {name}."
-                )
-        require_known("setting", settings, names, "of Duel.sample")
         with self.estimator.one_run():
-            samples = dict(self.stream_samples(contexts, length, **settings))
+            stream = self.stream_samples(
+                contexts,
+                length,
+                suffixes=suffixes,
+                tail=tail,
+                do_sample=do_sample,
+                seed=seed,
+                keys=keys,
+                stop=stop,
+            )
+            samples = dict(stream)
         return [samples[n] for n in range(len(contexts))]
 
     def stream_samples(
@@ -169,24 +208,10 @@ class OnIds:
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[int, Sample]]:
-        """Like `sample`, but yield (index, sample) of each context as it is finished, in any order.
-
-        Args:
-            contexts: Visible ids before each sample. With a tokenizer, contexts and suffixes may be texts, which get
-                the checkpoint's special tokens; ids are used unchanged.
-            length: Positions to draw.
-            suffixes: Visible ids or texts after each sample (infilling). None: nothing.
-            tail: [MASK] positions after the `length` drawn ones, which are never revealed.
-            do_sample: Draw tokens. False: take the most probable token at every pick.
-            seed, keys: A draw depends on the seed, the context's key and the position only. None: the key is the index.
-            stop: `stop(index, tokens)` is called after each finished block. If it returns True, no further block is
-                drawn, and the sample's `tail` counts the positions left.
-
-        Raises:
-            DuelError: If the estimator cannot sample, or a context is wrong or does not fit into a row.
-        """
+        """Like `sample`, but yield (index, sample) of each context as it is finished, in any order."""
         if isinstance(contexts, str):
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
+        LENGTH("length", length)
         befores: list[Ids] = []
         afters: list[Ids] = []
         given_suffixes = one_each(contexts, suffixes, "suffixes", ())
@@ -294,6 +319,10 @@ class OnIds:
         return self._encoder
 
 
+SIZES = ("batch_size", "max_batch_size", "traced")
+KEYWORDS = ("rule", "block", "grid", "estimator", "windows", *SIZES)  # with which every Duel is made
+
+
 class Default(str):
     """The default of a keyword of `Duel`, which differs from the same value given by the user."""
 
@@ -301,6 +330,31 @@ class Default(str):
 GREEDY: Any = Default("greedy")
 AUTO: Any = Default("auto")
 HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
+
+
+def keywords_of_duel(constructor: Callable[..., None]) -> list[inspect.Parameter]:
+    """The `KEYWORDS` as parameters, with their defaults in the constructor."""
+    parameters = inspect.signature(constructor).parameters
+    return [parameters[name] for name in KEYWORDS]
+
+
+def estimators_listing() -> str:
+    """The arguments of estimators in lines of a docstring."""
+    records: dict[type[Arguments], list[str]] = {}  # the estimators that read each
+    for entry in registry.ENTRIES:
+        if entry.arguments:
+            records.setdefault(entry.record, []).append(entry.name)
+    lists = []
+    for record, names in records.items():
+        title = f"Arguments of estimator={' or '.join(names)}, with their defaults:"
+        lists.append(listing(title, declared(record)))
+    return "\n\n".join(lists)
+
+
+def network_listing(names: Iterable[str]) -> str:
+    """The model args of the network that have these names in lines of a docstring, without the `KEYWORDS`."""
+    arguments = {name: NETWORK_ARGUMENTS[name] for name in names if name not in KEYWORDS}
+    return listing("Model args of the network, with their defaults:", arguments)
 
 
 def own_arguments(entry: registry.Entry) -> list[str]:

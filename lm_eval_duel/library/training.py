@@ -19,7 +19,7 @@ import torch
 from lm_eval_duel.arguments import COUNT, RAW, Argument
 from lm_eval_duel.core.scores import ratio
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, LoadOptions
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
@@ -176,7 +176,7 @@ def check_arguments(
     names = {
         *inspect.signature(training_metrics).parameters,
         *inspect.signature(Duel.from_model).parameters,
-        *in_memory.ARGUMENTS,
+        *IN_MEMORY_ARGUMENTS,
     }
     estimator = arguments.get("estimator")
     if estimator == "ar":
@@ -201,7 +201,7 @@ def check_arguments(
         qualifiers.append("two_phase")
     COUNT("token_budget", token_budget)
     in_memory.require_dtype(arguments.get("autocast"))
-    of_network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
+    of_network = {key: value for key, value in arguments.items() if key in IN_MEMORY_ARGUMENTS}
     LoadOptions("model", torch.device("cpu"), **of_network)  # its checks alone are wanted
     for key, value in sorted(arguments.items()):
         if key in UNLABELLED:

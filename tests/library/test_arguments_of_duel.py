@@ -1,6 +1,7 @@
 """Every argument of `Duel` reaches what it is for, or is refused or named by its name."""
 
 import contextlib
+import inspect
 import logging
 
 import pytest
@@ -8,11 +9,12 @@ import tiny
 from attends import Attends
 from toys import Toy
 
-from lm_eval_duel import Duel, DuelError, Window, planned_tokens
+from lm_eval_duel import Duel, DuelError, Window, load, planned_tokens
 from lm_eval_duel.core.batch_size import plan
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.estimators import gradients, trajectories
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
+from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library import duel as library
 from lm_eval_duel.library import training
@@ -83,6 +85,52 @@ def test_samples_are_drawn_with_every_setting(method, name, recorded):
     if method == "sample":
         assert [sample.log_prob for sample in samples] == [0.0, -1.0]
     assert calls == [(([(), (1,)], 4), {**DEFAULTS, **given})]
+
+
+def test_a_method_and_its_stream_have_the_same_arguments():
+    for method, stream in {
+        "score": "score_stream",
+        "sample": "stream_samples",
+        "generate": "generate_stream",
+        "log_prob": "stream",
+    }.items():
+        whole = inspect.signature(getattr(Duel, method)).parameters
+        assert whole == inspect.signature(getattr(Duel, stream)).parameters
+
+
+def test_help_shows_every_keyword_with_its_default():
+    """Of the network and of the estimators, as they are declared."""
+    loaded = inspect.signature(load).parameters
+    pretrained = inspect.signature(Duel.from_pretrained).parameters
+    for name, argument in NETWORK_ARGUMENTS.items():
+        assert loaded[name].default == argument.default
+        assert name == "block" or pretrained[name].default == argument.default
+        assert f"    {name} ({argument.shown}): " in load.__doc__
+    assert pretrained["rule"].default == "greedy"
+    for entry in registry.ENTRIES:
+        for name, argument in entry.arguments.items():
+            assert f"    {name} ({argument.shown}): " in Duel.from_pretrained.__doc__
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "named"),
+    [
+        ("score", {"context": ["a"]}, "contexts"),
+        ("sample", {"sed": 1}, "seed"),
+        ("sample", {"temperature": 0.5}, "from_pretrained.*temperature.*generate"),
+        ("generate", {"rule": "greedy"}, "from_pretrained.*rule"),
+        ("replay", {"reveal_step": []}, "reveal_steps"),
+    ],
+)
+def test_an_unknown_keyword_is_answered_with_the_nearest_or_with_where_it_belongs(method, given, named):
+    with pytest.raises(DuelError, match=rf"Duel\.{method}.*{named}"):
+        getattr(Duel(Toy(), block=4), method)([], **given)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "four"])
+def test_the_length_of_a_sample_is_a_positive_whole_number(length):
+    with pytest.raises(DuelError, match="'length'"):
+        Duel(Toy(), block=4).sample([()], length)
 
 
 def test_every_arg_of_the_harness_is_refused_by_its_name():

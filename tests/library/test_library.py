@@ -184,7 +184,7 @@ def test_generate_fills_256_positions_of_a_longer_row():
 
 
 def test_generate_suggests_the_nearest_setting(duel):
-    with pytest.raises(DuelError, match=r"generate\(\) 'temprature'. Did you mean temperature"):
+    with pytest.raises(DuelError, match=r"'temprature' of Duel\.generate\. Did you mean temperature"):
         duel.generate(["We"], temprature=1)
 
 
