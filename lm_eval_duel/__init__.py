@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.elbo import Elbo as Elbo
     from lm_eval_duel.estimators.lattice import Lattice as Lattice
     from lm_eval_duel.estimators.noised_elbo import NoisedElbo as NoisedElbo
-    from lm_eval_duel.estimators.samplers import SampledConfidence as SampledConfidence
-    from lm_eval_duel.estimators.samplers import SampledOrder as SampledOrder
+    from lm_eval_duel.estimators.sampled_confidence import SampledConfidence as SampledConfidence
+    from lm_eval_duel.estimators.sampled_order import SampledOrder as SampledOrder
     from lm_eval_duel.estimators.two_phase import TwoPhase as TwoPhase
     from lm_eval_duel.library.duel import Duel as Duel
     from lm_eval_duel.library.results import GeneratedText as GeneratedText
@@ -47,7 +47,8 @@ _MODULES = {  # public names by the module that defines them
     "estimators.elbo": "Elbo",
     "estimators.noised_elbo": "NoisedElbo",
     "estimators.lattice": "Lattice",
-    "estimators.samplers": "SampledConfidence SampledOrder",
+    "estimators.sampled_confidence": "SampledConfidence",
+    "estimators.sampled_order": "SampledOrder",
     "estimators.two_phase": "TwoPhase",
     "library.duel": "Duel",
     "library.results": "GeneratedText TextEstimate TextScore",

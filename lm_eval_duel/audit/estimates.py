@@ -37,12 +37,12 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.drawn import untempered
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence, untempered
+from lm_eval_duel.estimators.sampled_order import SampledOrder
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 

@@ -259,25 +259,25 @@ class Predictions:
         plane = torch.full(self.masked.shape, math.nan, dtype=torch.float64, device=log_p.device)
         return plane.masked_scatter(wanted, log_p)
 
-    def draw(self, u: torch.Tensor) -> torch.Tensor:
-        """The smallest id whose cumulative probability exceeds `u` (R, W) times the last one; -1 where u is NaN."""
+    def sample(self, u: torch.Tensor) -> torch.Tensor:
+        """Tokens (R, W) from uniform numbers `u` (R, W), by inverse transform sampling; -1 where u is NaN."""
         wanted = self.masked & ~u.isnan()  # (R, W)
         level = u[self._at]  # (C,)
-        drawing = (~level.isnan()).nonzero()[:, 0]  # (c,)
-        row = self._row[drawing]  # (c,)
-        level = level[drawing]  # (c,)
-        drawn = []
+        given = (~level.isnan()).nonzero()[:, 0]  # (c,)
+        row = self._row[given]  # (c,)
+        level = level[given]  # (c,)
+        sampled = []
         for part in self._parts(len(row)):
             p = self._logits(row[part]).double().softmax(1)  # (c, V)
             cumulative = p.cumsum(1)  # (c, V)
-            # the last sum is 1 up to rounding, so a level is a share of it
+            # the first id whose sum exceeds the level, a share of the last sum, which is 1 up to rounding
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[part, None] * total, right=True)  # (c, 1)
             # a level just below 1 may round up to the total, which no sum exceeds
             last = torch.searchsorted(cumulative, total)  # (c, 1) the last token of positive probability
-            drawn.append(above.minimum(last)[:, 0])
+            sampled.append(above.minimum(last)[:, 0])
         tokens = torch.full_like(self.masked, -1, dtype=torch.int64)  # (R, W)
-        return tokens.masked_scatter(wanted, torch.cat(drawn))
+        return tokens.masked_scatter(wanted, torch.cat(sampled))
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""

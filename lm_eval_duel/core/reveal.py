@@ -1,9 +1,9 @@
-"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: draws, accumulators, deferred signals.
+"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: token sources, accumulators, deferred signals.
 
     while lanes:
         predictions = view(lanes)
         decision = rule(predictions, lanes)
-        tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
+        tokens = targets | sampled(predictions, decision.pick)  the one line in which Algorithms 2 and 1 differ
         scores.add(lanes, decision, predictions.log_prob(tokens))
         lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
 
@@ -85,8 +85,8 @@ class Reveal:
         scores: The sums over steps of each window, and the windows that are finished.
         budget: The size of one network call. Out of memory, it is halved.
         counts: Network calls, rows and checks are added to it.
-        checks: Draws lanes to evaluate them again alone.
-        draw: The tokens to reveal at a pick (Algorithm 1). None: the targets (Algorithm 2).
+        checks: Chooses lanes to evaluate them again alone.
+        token_source: The tokens to reveal at a pick (Algorithm 1). None: the targets (Algorithm 2).
         following: The lanes that finished lanes make possible, which go before those that wait.
     """
 
@@ -99,13 +99,13 @@ class Reveal:
         budget: Budget,
         counts: Counts,
         checks: RowChecks,
-        draw: Draw | None = None,
+        token_source: TokenSource | None = None,
         following: Callable[[Lanes], Lanes | None] | None = None,
     ):
         self.group = group
         self.view = group.view  # the windows, opened once
         self.rule = rule
-        self.draw = draw
+        self.token_source = token_source
         self.following = following
         self.scores = scores
         self.budget = budget
@@ -170,15 +170,15 @@ class Reveal:
         """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
         with naming_window(lanes, self.group.window_indices), without_autocast(self.view.denoiser):
             targets = None
-            if self.draw is None:
+            if self.token_source is None:
                 targets = self.group.rows.targets(lanes)  # (R, W)
             evaluated = self.view(lanes, targets)
             # A view may return terms of a bound instead. They go with `EvaluateAll`, which reads nothing of them.
             predictions = cast("Predictions", evaluated)
             decision = self.rule(predictions, lanes)
             require_pick(self.rule, decision)
-            if self.draw is not None:
-                tokens = self.draw(predictions, lanes, decision.pick)  # (R, W)
+            if self.token_source is not None:
+                tokens = self.token_source(predictions, lanes, decision.pick)  # (R, W)
             else:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
             # before the scores: it may run out of memory
@@ -251,19 +251,19 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         raise type(error)(f"{error} {place}", window) from None
 
 
-# ---------------------------------------------------------------- draws
+# ---------------------------------------------------------------- token sources
 # The tokens that a pick reveals when sampling. When scoring they are the targets.
 
 
-class Draw(Protocol):
-    """A source of tokens."""
+class TokenSource(Protocol):
+    """The source of the tokens of a pick: samples, or the most probable ones."""
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         """The tokens (R, W) to reveal at `pick` (R, W); -1 elsewhere."""
 
 
-class Draws:
-    """Samples (Algorithm 1). A draw is a function of the row's key, the position in the target and the seed."""
+class SampledTokens:
+    """Samples (Algorithm 1). Random numbers depend on the row's key, the position in the target and the seed."""
 
     def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
         self.keys = torch.tensor(keys, device=device)  # (N,)
@@ -275,10 +275,10 @@ class Draws:
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         position = lanes.columns - lanes.origin[:, None]  # (R, W)
         u = uniform(self.keys[lanes.row][:, None], position, self.seed)  # (R, W)
-        return predictions.draw(torch.where(pick, u, math.nan))
+        return predictions.sample(torch.where(pick, u, math.nan))
 
 
-class Argmax:
+class ArgmaxTokens:
     """The most probable tokens: what `is_greedy` promises."""
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,15 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import Argmax, BlockSpan, Draw, Draws, ScoreAccumulator, WindowGroup, naming_window
+from lm_eval_duel.core.reveal import (
+    ArgmaxTokens,
+    BlockSpan,
+    SampledTokens,
+    ScoreAccumulator,
+    TokenSource,
+    WindowGroup,
+    naming_window,
+)
 from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
@@ -180,7 +188,7 @@ class DuelEstimator(Estimator):
         whole(0, "a number of tokens")("length", length)
         if suffixes is None:
             suffixes = [()] * len(contexts)
-        placeholder = (0,) * length  # the tokens to draw
+        placeholder = (0,) * length  # the tokens to sample
         prompts = []
         for context, suffix in zip(contexts, suffixes, strict=True):
             prompts.append(Window(context, placeholder, suffix, tail))
@@ -197,7 +205,7 @@ class DuelEstimator(Estimator):
         seed: int,
         stop: Stop | None,
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each prompt; `keys` None: the most probable tokens instead of draws."""
+        """(index, sample) of each prompt; `keys` None: the most probable tokens instead of sampled ones."""
         for n, prompt in enumerate(prompts):
             if not prompt.target:
                 yield n, Sample(**vars(Estimator.empty_score), tail=prompt.tail)
@@ -206,19 +214,26 @@ class DuelEstimator(Estimator):
             keys_of_rows = None
             if keys is not None:
                 keys_of_rows = [keys[n] for n in group.window_indices]
-            rule, draw = self.sampler(keys_of_rows, seed)
+            rule, token_source = self.rule_and_tokens(keys_of_rows, seed)
             first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
-            sampled = self.reveal(group, rule, [first], samples, draw=draw, following=samples.following)
+            sampled = self.reveal(
+                group,
+                rule,
+                [first],
+                samples,
+                token_source=token_source,
+                following=samples.following,
+            )
             for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
                 self.counts.add(sample, len(sample.tokens))
                 yield group.window_indices[row], sample
         self.row_checks.compare(self.counts)
 
-    def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
-        """The rule, and what draws the tokens of rows with these keys; None: the most probable tokens."""
+    def rule_and_tokens(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, TokenSource]:
+        """The rule, and the source of the tokens of rows with these keys; None: the most probable tokens."""
         if keys is None:
-            return self.followed, Argmax()
-        return self.followed, Draws(keys, seed, self.denoiser.device)
+            return self.followed, ArgmaxTokens()
+        return self.followed, SampledTokens(keys, seed, self.denoiser.device)
 
     # ------------------------------------------------------------ which lanes
 

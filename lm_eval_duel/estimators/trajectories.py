@@ -25,8 +25,8 @@ from lm_eval_duel.core.windows import Ids, Window, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.drawn import BestDrawn
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay
+from lm_eval_duel.estimators.sampled_confidence import BestCandidates
 
 StepKey: TypeAlias = tuple[int, int, int]  # (row, first target position of the block, step)
 
@@ -62,7 +62,7 @@ class _Followed(Replay):
 
     rows: Rows
     rule: rules.Rule
-    sampler: BestDrawn | None
+    sampler: BestCandidates | None
     # the rule's margin where it differs, and the log-probability of the selection
     differences: dict[StepKey, float | None] = dataclasses.field(default_factory=dict)
     log_selection: dict[StepKey, float] = dataclasses.field(default_factory=dict)
@@ -113,9 +113,9 @@ def follow(
     sampler: Mapping[str, Any] | None,
 ) -> list[Trajectory]:
     """Follow recorded trajectories, and compare each with the rule of `duel` or with a sampler; see `Duel.follow`."""
-    drawn = None
+    candidates_rule = None
     if sampler is not None:
-        drawn = BestDrawn.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
+        candidates_rule = BestCandidates.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
     orders = []
     for n, order in enumerate(duel.orders(windows, steps)):
         orders.append(in_blocks(order, windows[n], duel, n))
@@ -124,7 +124,7 @@ def follow(
     with duel.one_run():
         for group in duel.groups(windows, range(len(windows))):
             orders_of_group = tuple(orders[n] for n in group.window_indices)
-            rule = _Followed(orders_of_group, group.rows, duel.followed, drawn)
+            rule = _Followed(orders_of_group, group.rows, duel.followed, candidates_rule)
             for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
                 window = group.windows[row]
                 step_count = 0
@@ -132,7 +132,7 @@ def follow(
                     steps_of_block = set(orders_of_group[row][part])
                     step_count += len(steps_of_block)
                 log_joint = None
-                if drawn is not None:
+                if candidates_rule is not None:
                     log_joint = scored.log_prob + rule.log_order(row)
                 trajectories[group.window_indices[row]] = Trajectory(
                     log_prob=scored.log_prob,

@@ -24,7 +24,7 @@ from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.estimators.samplers import SampledOrder
+from lm_eval_duel.estimators.sampled_order import SampledOrder
 from lm_eval_duel.rules import checked as checked_rules
 from lm_eval_duel.rules.base import best
 from lm_eval_duel.rules.scores import Greedy, Scored

@@ -14,7 +14,8 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import BoundAccumulator, Elbo
 from lm_eval_duel.estimators.lattice import Lattice, LatticeAccumulator
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.samplers import SampledConfidence, SetAccumulator
+from lm_eval_duel.estimators.order_sums import SetAccumulator
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
 
 
 class Flat(Toy):

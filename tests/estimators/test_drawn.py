@@ -16,7 +16,8 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.estimators.arguments import ConfidenceArguments, OrderArguments
 from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.sampled_order import SampledOrder
 
 WARM = warped(Toy(length=8, seed=3), 0.7)
 SAMPLERS = {

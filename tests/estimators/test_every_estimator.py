@@ -31,7 +31,8 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.sampled_order import SampledOrder
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 

@@ -37,7 +37,8 @@ from lm_eval_duel.estimators.elbo import Elbo, replicates
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.moves import StepCounts
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo, step_shares
-from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.sampled_order import SampledOrder
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks, score_documents
 from lm_eval_duel.estimators.trajectories import Departure, follow
 from lm_eval_duel.estimators.two_phase import TwoPhase, block_sample_weights, combine
@@ -305,8 +306,8 @@ def test_schedules():
         StepCounts(steps=3, schedule="dream"),
     ):
         for m in (1, 4, 7):
-            left = [counts.of_state(m, masked) for masked in range(1, m + 1)]
-            lines.append(f"{counts} of {m}: {counts.of_block(m)}, by what is left {left}")
+            left = [counts.next_step(m, masked) for masked in range(1, m + 1)]
+            lines.append(f"{counts} of {m}: {counts.all_steps(m)}, by what is left {left}")
     for steps in (1, 2, 5):
         lines += golden.listed(f"shares of {steps} steps", dream_shares(steps).tolist())
         lines += golden.listed(f"draws of {steps} steps", step_shares(steps).tolist())

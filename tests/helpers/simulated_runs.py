@@ -42,7 +42,8 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
 from lm_eval_duel.estimators.lattice import Lattice  # noqa: E402
-from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder  # noqa: E402
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence  # noqa: E402
+from lm_eval_duel.estimators.sampled_order import SampledOrder  # noqa: E402
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
 from lm_eval_duel.harness.distributed import Ranks  # noqa: E402
 from lm_eval_duel.harness.lm import DuelMDM  # noqa: E402

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.samplers import SampledConfidence
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
 from lm_eval_duel.text.generation import OF_OTHER_BACK_ENDS, Generator, Settings
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
