@@ -113,14 +113,18 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Keep lm-eval from reading its own task files, which takes seconds, if none of the named tasks needs them."""
-    from lm_eval.tasks import TaskManager
+    """Keep lm-eval from reading its own task files, which takes seconds, if none of the named tasks needs them.
 
-    from lm_eval_duel.harness import patches
-
-    manager = TaskManager(include_path=folders, include_defaults=False)
+    Raises UsageError for a name that is no task's.
+    """
+    manager = named.tasks_in(folders)
     if named.holds(manager, names):
+        from lm_eval_duel.harness import patches
+
         return patches.without_default_tasks()
+    missing = named.not_mentioned(manager, names)
+    if missing:
+        raise UsageError(f"Tasks not found: {', '.join(missing)}.{named.advice(missing, folders)}")
     return contextlib.nullcontext()
 
 
@@ -171,7 +175,7 @@ def _take_texts(args: argparse.Namespace) -> None:
     """Replace files of text among the tasks by the task `duel_text`, which reads them."""
     texts = []
     others = []
-    for name in _split(args.tasks or ""):
+    for name in named.split(args.tasks or ""):
         if named.is_text(name):
             named.check(name)
             texts.append(name)
@@ -184,16 +188,6 @@ def _take_texts(args: argparse.Namespace) -> None:
         raise UsageError(f"--metadata names files, and --tasks {texts[0]} does too; name them in one place.")
     args.tasks = ",".join([*others, "duel_text"])
     args.metadata = {**metadata, "files": texts}
-
-
-def _split(tasks: str | Sequence[str]) -> list[str]:
-    """The names of tasks, in one text or in several."""
-    names: list[str] = []
-    if isinstance(tasks, str):
-        tasks = [tasks]
-    for text in tasks:
-        names += text.split(",")
-    return names
 
 
 def _load_config(file: str) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     config = _as_lm_eval_reads(args)
     if not config.tasks:
         raise UsageError("No task to run; name one or several: --tasks sotu.")
-    names = [name.strip() for name in _split(config.tasks)]
+    names = [name.strip() for name in named.split(config.tasks)]
     from lm_eval.api.registry import model_registry
 
     if config.model not in model_registry and nearest(config.model, MODELS):

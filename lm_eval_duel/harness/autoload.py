@@ -98,20 +98,28 @@ def prepare_tasks() -> None:
 
     @functools.wraps(original)
     def process_tasks(self: Any, *arguments: Any, **options: Any) -> Any:
+        is_ours = self.model in MODELS
         try:
+            if is_ours:
+                _require_mentioned(self.tasks, _folders(self.include_path))
             manager = original(self, *arguments, **options)
         except ValueError as error:
-            advice = _advice(str(error), self.include_path)
-            if self.model in MODELS and "Tasks not found" in str(error):
+            _, is_about_tasks, names = str(error).partition("Tasks not found: ")
+            if not is_about_tasks:
+                raise
+            from lm_eval_duel.tasks.named import advice
+
+            sentences = advice(names.split(", "), _folders(self.include_path))
+            if is_ours:
                 from lm_eval_duel.errors import UsageError
                 from lm_eval_duel.harness.patches import in_lm_evals_command
 
                 in_lm_evals_command()
-                raise UsageError(f"{error}.{advice}") from None
-            if not advice:
+                raise UsageError(f"{error}.{sentences}") from None
+            if not sentences:
                 raise
-            raise ValueError(f"{error}.{advice}") from error
-        if self.model in MODELS:
+            raise ValueError(f"{error}.{sentences}") from error
+        if is_ours:
             from lm_eval_duel.harness.preparation import prepare
 
             prepare(self, manager)
@@ -120,39 +128,20 @@ def prepare_tasks() -> None:
     EvaluatorConfig.process_tasks = process_tasks
 
 
-def _advice(message: str, folders: str | Path | Sequence[str | Path] | None) -> str:
-    """Sentences for lm-eval's message about unknown tasks, each with a space before it; empty for other messages."""
-    import pathlib
+def _require_mentioned(tasks: str | Sequence[str], folders: Sequence[str | Path]) -> None:
+    """Raise lm-eval's error for a name that is no task's, before it parses all of its task files."""
+    from lm_eval_duel.tasks.named import not_mentioned, split, tasks_in
 
-    from lm_eval_duel.tasks.data import task_files
-    from lm_eval_duel.tasks.named import nearest_in, unreadable
+    missing = not_mentioned(tasks_in(folders), split(tasks))
+    if missing:
+        raise ValueError(f"Tasks not found: {', '.join(missing)}")
 
-    _, is_about_tasks, missing = message.partition("Tasks not found: ")
-    if not is_about_tasks:
-        return ""
-    if not folders:
-        folders = []
-    elif isinstance(folders, str | pathlib.Path):
-        folders = [folders]
-    our_tasks = {file.stem for file in task_files()}
-    ours = []
-    others = []
-    for name in missing.split(", "):
-        if name in our_tasks:
-            ours.append(name)
-        else:
-            others.append(name)
 
-    near = nearest_in(folders, others)
-    advice = f" Did you mean {', '.join(near)}?" if near else ""
-    advice += unreadable(folders)
-    if ours:
-        verb = "are tasks" if len(ours) > 1 else "is a task"
-        advice += (
-            f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
-            "folders tasks)."
-        )
-    return advice
+def _folders(include_path: str | Path | Sequence[str | Path] | None) -> list[str | Path]:
+    """The folders of --include_path, which may be none, one or several."""
+    if not include_path:
+        return []
+    return [*include_path] if isinstance(include_path, list | tuple) else [include_path]
 
 
 # ---------------------------------------------------------------- the table of results

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import importlib.util
+import logging
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.errors import DuelError, about_file, nearest, unknown
+from lm_eval_duel.errors import NEAR, DuelError, about_file, nearest, unknown
 from lm_eval_duel.tasks import files
-from lm_eval_duel.tasks.data import task_folder
+from lm_eval_duel.tasks.data import task_files, task_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
 YAML = (".yaml", ".yml")
+WORD = re.compile(rb"[\w.-]+")  # nearly all names of tasks are one
+NAMED = re.compile(  # the names that a task file gives
+    rb"""^["']?(?:task|group|tag)["']?: *["']?([\w.-]+)""", re.MULTILINE
+)
+NO_YAML = (".py", ".pyc", ".md")  # files beside those of tasks; some that these include have no ending
 
 
 def load(
@@ -41,12 +52,6 @@ def load(
     tasks: list[Task] = []
     for together, settings in calls:
         manager = task_manager(together, settings, include_path)
-        for name in together:
-            if not is_yaml(name) and name not in manager.all_tasks:
-                message = str(unknown("task", name, manager.all_tasks))
-                message = message.split(" Known:")[0]  # there are thousands
-                message += " lm-eval-duel list tasks lists those of this package; --include_path DIR adds yours."
-                raise DuelError(message + unreadable([include_path] if include_path else []))
         tasks += manager.load(together)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
@@ -60,15 +65,31 @@ def task_manager(
 ) -> TaskManager:
     """lm-eval's index of tasks, with this package's and those in the folder `include_path`.
 
-    lm-eval's own 14,000 task files take seconds to read; they are read only if one of `names` may be theirs.
+    lm-eval's own 14,000 task files take seconds to read; they are read only if one of `names` may be theirs. Raises
+    DuelError for a name that is no task's.
     """
     from lm_eval.tasks import TaskManager
 
+    names = [*names]
     folders = with_our_tasks([include_path] if include_path else [])
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if holds(manager, names):
         return manager
-    return TaskManager(include_path=folders, metadata=metadata)
+    for name in not_mentioned(manager, names):
+        raise _unknown(name, [*manager.all_tasks, *_names_of_lm_eval()], include_path)
+    manager = TaskManager(include_path=folders, metadata=metadata)
+    for name in names:
+        if not is_yaml(name) and name not in manager.all_tasks:
+            raise _unknown(name, manager.all_tasks, include_path)
+    return manager
+
+
+def _unknown(name: str, known: Iterable[str], include_path: str | None) -> DuelError:
+    """The error for an unknown task, with the nearest names, and what of the user's folder cannot be read."""
+    message = str(unknown("task", name, known))
+    message = message.split(" Known:")[0]  # there are thousands
+    message += " lm-eval-duel list tasks lists those of this package; --include_path DIR adds yours."
+    return DuelError(message + unreadable([include_path] if include_path else []))
 
 
 def with_our_tasks(folders: Iterable[str]) -> list[str]:
@@ -84,18 +105,17 @@ def with_our_tasks(folders: Iterable[str]) -> list[str]:
     return kept
 
 
-def nearest_in(folders: Iterable[str | Path], names: Iterable[str]) -> list[str]:
-    """The names of tasks in these folders that are nearest to misspelt ones."""
+def tasks_in(folders: Iterable[str | Path]) -> TaskManager:
+    """The index of the tasks in these folders alone, without lm-eval's warnings: it makes another one that warns."""
     from lm_eval.tasks import TaskManager
 
     existing = [str(folder) for folder in folders if Path(folder).is_dir()]
-    if not existing:
-        return []
-    tasks = TaskManager(include_path=existing, include_defaults=False).all_tasks
-    near: list[str] = []
-    for name in names:
-        near += nearest(name, tasks)[:1]
-    return near
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return TaskManager(include_path=existing, include_defaults=False)
+    finally:
+        logging.disable(before)
 
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
@@ -119,6 +139,114 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     return True
 
 
+def check(name: str) -> None:
+    """Raise DuelError for a file or a pattern that does not exist, before anything is loaded."""
+    if is_yaml(name) and not Path(name).is_file():
+        raise DuelError(f"--tasks {name}: there is no such file.")
+    if is_text(name):
+        files.find([name])
+
+
+def split(tasks: str | Sequence[str]) -> list[str]:
+    """The names of tasks, in one text or in several."""
+    names: list[str] = []
+    if isinstance(tasks, str):
+        tasks = [tasks]
+    for text in tasks:
+        names += text.split(",")
+    return names
+
+
+def is_yaml(name: str) -> bool:
+    """True if `name` is a task's file."""
+    return Path(name).suffix in YAML
+
+
+def is_text(name: str) -> bool:
+    """True if `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
+    return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())
+
+
+# ---------------------------------------------------------------- names that are no task's
+
+
+def not_mentioned(manager: TaskManager, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are neither in the index of `manager` nor a word of lm-eval's own task files.
+
+    They are no tasks. This takes a second, where lm-eval parses its files for several. A name that is a word there may
+    be none either. Paths and patterns are left out.
+    """
+    unknown_names = []
+    for name in names:
+        is_word = WORD.fullmatch(name.encode()) is not None
+        if is_word and not is_yaml(name) and not Path(name).is_dir() and name not in manager._index:
+            unknown_names.append(name)
+    if not unknown_names:
+        return []
+
+    words: set[bytes] = set()
+    for content in _files_of_lm_eval():
+        words.update(WORD.findall(content))
+    return [name for name in unknown_names if name.encode() not in words]
+
+
+def _files_of_lm_eval() -> Iterator[bytes]:
+    """The contents of lm-eval's task files, and of the files that they include."""
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None  # it is required
+    for folder, _, names in os.walk(Path(spec.origin).parent / "tasks"):
+        for name in names:
+            if not name.endswith(NO_YAML):
+                with contextlib.suppress(OSError):
+                    yield Path(folder, name).read_bytes()
+
+
+def _names_of_lm_eval() -> set[str]:
+    """The names of tasks, groups and tags that stand in lm-eval's task files: nearly all, to suggest one."""
+    names = set()
+    for content in _files_of_lm_eval():
+        for name in NAMED.findall(content):
+            names.add(name.decode())
+    return names
+
+
+def advice(missing: Sequence[str], folders: Sequence[str | Path]) -> str:
+    """Sentences on tasks that lm-eval does not find, each with a space before it. `folders`: of the user's tasks."""
+    our_tasks = {file.stem for file in task_files()}
+    ours = []
+    others = []
+    for name in missing:
+        if name in our_tasks:
+            ours.append(name)
+        else:
+            others.append(name)
+
+    near = nearest_in(folders, others)
+    sentences = f" Did you mean {', '.join(near)}?" if near else ""
+    sentences += unreadable(folders)
+    if ours:
+        verb = "are tasks" if len(ours) > 1 else "is a task"
+        sentences += (
+            f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
+            "folders tasks)."
+        )
+    return sentences
+
+
+def nearest_in(folders: Iterable[str | Path], names: Sequence[str]) -> list[str]:
+    """The tasks nearest to misspelt names: of these folders, or else of lm-eval."""
+    near: list[str] = []
+    known = tasks_in(folders).all_tasks if names else []
+    of_lm_eval: set[str] = set()
+    for name in names:
+        matches = nearest(name, known)
+        if not matches:
+            of_lm_eval = of_lm_eval or _names_of_lm_eval()
+            matches = difflib.get_close_matches(name, of_lm_eval, 1, NEAR)  # hundreds begin alike
+        near += matches[:1]
+    return near
+
+
 def unreadable(folders: Iterable[str | Path]) -> str:
     """Sentences about the user's folders and task files that lm-eval passed over, each with a space before it.
 
@@ -139,21 +267,3 @@ def unreadable(folders: Iterable[str | Path]) -> str:
             except (ValueError, YAMLError) as error:
                 text += f" {file} cannot be read: {' '.join(str(error).split())}."
     return text
-
-
-def check(name: str) -> None:
-    """Raise DuelError for a file or a pattern that does not exist, before anything is loaded."""
-    if is_yaml(name) and not Path(name).is_file():
-        raise DuelError(f"--tasks {name}: there is no such file.")
-    if is_text(name):
-        files.find([name])
-
-
-def is_yaml(name: str) -> bool:
-    """True if `name` is a task's file."""
-    return Path(name).suffix in YAML
-
-
-def is_text(name: str) -> bool:
-    """True if `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
-    return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())

@@ -1,6 +1,7 @@
 """Texts of the user's own files: how they are read, and the tasks that score them."""
 
 import csv
+import functools
 import gzip
 import io
 import json
@@ -346,7 +347,8 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypat
 
 
 def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(named, "task_manager", lambda *_: TaskManager(include_defaults=False))
+    ours_only = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(TaskManager, "__init__", ours_only)  # lm-eval's own tasks take seconds to index
     missing = tmp_path / "missing"
     (tmp_path / "nested").mkdir()
     written = {
@@ -407,3 +409,21 @@ def test_the_nearest_of_the_tasks_in_folders(tmp_path):
     (tmp_path / "answers.yaml").write_text("task: my_answers\noutput_type: loglikelihood")
     assert named.nearest_in([tmp_path], ["my_answer", "nothing_like_it"]) == ["my_answers"]
     assert named.nearest_in([tmp_path / "missing"], ["my_answer"]) == []
+    assert named.nearest_in([tmp_path], ["hellaswga"]) == ["hellaswag"]  # of lm-eval
+
+
+def test_names_of_tasks_are_told_from_others_before_lm_eval_reads_its_files(tmp_path, monkeypatch):
+    (tmp_path / "answers.yaml").write_text("task: my_answers\noutput_type: loglikelihood")
+    small = named.tasks_in([task_folder(), tmp_path])
+    monkeypatch.setattr(TaskManager, "__init__", None)
+    tasks = ["sotu", "hellaswag", "my_answers", "ntrex_tasks"]
+    assert named.not_mentioned(small, [*tasks, "sotu*", "./hellaswga", "a.yaml", str(tmp_path)]) == []
+    assert named.not_mentioned(small, ["hellaswga", *tasks, "my_answer"]) == ["hellaswga", "my_answer"]
+
+
+@pytest.mark.slow
+def test_every_task_of_lm_eval_is_mentioned_in_its_files():
+    tasks = TaskManager().all_tasks
+    assert named.not_mentioned(named.tasks_in([]), tasks) == []
+    suggested = named._names_of_lm_eval()
+    assert len(suggested & {*tasks}) > 0.9 * len(tasks)
