@@ -37,22 +37,22 @@ STATES = 2_000  # rows that the audit evaluates for sums over all orders, over a
 DRAWN_WINDOWS = 50  # whose draws are looked at
 
 
-class Held:
+class Comparisons:
     """The comparisons that were made, and the contradictions found, as text."""
 
     def __init__(self) -> None:
         self.compared: list[str] = []
         self.problems: list[str] = []
 
-    def hold(self, what: str, problems: Iterable[str]) -> None:
+    def add(self, what: str, problems: Iterable[str]) -> None:
         """Add a comparison that was made, and its problems."""
         self.compared.append(what)
         self.problems.extend(problems)
 
 
-def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Held:
+def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Comparisons:
     """Compare the values of a run's windows that follow from each other, and look at its draws."""
-    held = Held()
+    comparisons = Comparisons()
     windows = []
     for each in checked:
         if each.score is not None and each.window.target:
@@ -61,19 +61,19 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> He
     exact = dict(_over_all_orders(estimator, windows))
     of_windows = counted(len(exact), "window")
     if isinstance(estimator, Lattice):
-        held.hold("the order of the values over all orders", _lattice(estimator, windows))
+        comparisons.add("the order of the values over all orders", _lattice(estimator, windows))
     if isinstance(estimator, DuelEstimator) and exact:
-        held.hold(f"the best order of {of_windows}", _below_oracle(windows, exact))
+        comparisons.add(f"the best order of {of_windows}", _below_oracle(windows, exact))
     if isinstance(estimator, Elbo) and exact and _is_bound(estimator):
-        held.hold(f"the mean over all orders of {of_windows}", _elbo(estimator, windows, exact))
+        comparisons.add(f"the mean over all orders of {of_windows}", _elbo(estimator, windows, exact))
     if isinstance(estimator, TwoPhase) and _has_error(windows):
-        held.hold("the exact value", _two_phase(estimator, windows))
+        comparisons.add("the exact value", _two_phase(estimator, windows))
 
     distinct = list(dict.fromkeys(each.window for each in windows))
     statistics = draw_statistics(estimator, distinct[:DRAWN_WINDOWS])
     if statistics:
-        held.hold("draws", _unlikely(statistics))
-    return held
+        comparisons.add("draws", _unlikely(statistics))
+    return comparisons
 
 
 # ---------------------------------------------------------------- values
@@ -82,7 +82,7 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> He
 def _over_all_orders(estimator: Estimator, windows: Sequence[CheckedWindow]) -> Iterator[tuple[int, float]]:
     """(number of a window, its value over all orders) of those whose blocks are small, while they cost little.
 
-    The value is what the estimator's own one is held to: the mean for an ELBO, the best order for a rule.
+    The estimator's own value is compared with it: the mean for an ELBO, the best order for a rule.
     """
     if not isinstance(estimator, DuelEstimator | Elbo):
         return

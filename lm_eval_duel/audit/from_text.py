@@ -150,8 +150,8 @@ class FromText:
             nats -= times * math.log((times - 1 + added_to_each) / (count - 1 + added))
         return math.exp(nats / count)
 
-    def odd(self, printed: Mapping[str, float]) -> list[str]:
-        """Notes on what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
+    def warnings(self, printed: Mapping[str, float]) -> list[str]:
+        """What is no fault of the package, but points to a wrong argument, such as the shift or the mask.
 
         On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing.
         """

@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
 from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
-from lm_eval_duel.audit.contradictions import Held, contradictions
+from lm_eval_duel.audit.contradictions import Comparisons, contradictions
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import OTHER_TEXTS
 from lm_eval_duel.core.float_noise import nats_tolerance
@@ -46,9 +46,9 @@ class Audit:
     network: list[network_check.Finding] = dataclasses.field(default_factory=list)
     not_compared: list[str] = dataclasses.field(default_factory=list)  # as text, with the reason
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
-    held: Held = dataclasses.field(default_factory=Held)  # values against each other
+    comparisons: Comparisons = dataclasses.field(default_factory=Comparisons)  # of values with each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
-    notes: list[str] = dataclasses.field(default_factory=list)  # no fault of the package, but odd
+    notes: list[str] = dataclasses.field(default_factory=list)  # no fault of the package, but an argument may be wrong
     problems: list[str] = dataclasses.field(default_factory=list)  # that concern no single window
 
     @property
@@ -62,15 +62,15 @@ class Audit:
         for finding in self.network:
             if finding.differs:
                 failures.append(str(finding))
-        return [*failures, *self.held.problems, *self.problems]
+        return [*failures, *self.comparisons.problems, *self.problems]
 
     @property
     def unchecked(self) -> bool:
         """True if no window could be compared with the reference."""
-        return not self._held_to_the_reference
+        return not self._compared_with_the_reference
 
     @property
-    def _held_to_the_reference(self) -> list[CheckedWindow]:
+    def _compared_with_the_reference(self) -> list[CheckedWindow]:
         """The windows whose value the reference could have contradicted."""
         return [each for each in self.checked if each.independent and not each.all_zero]
 
@@ -98,11 +98,11 @@ class Audit:
     def _compared(self) -> list[str]:
         """The parts of the run that were compared with something independent."""
         compared = []
-        windows = self._held_to_the_reference
+        windows = self._compared_with_the_reference
         if windows:
             compared.append(f"{counted(len(windows), 'window')} with the reference")
         compared += [finding.what for finding in self.network]
-        compared += dict.fromkeys(self.held.compared)
+        compared += dict.fromkeys(self.comparisons.compared)
         if self.lines:
             compared.append("printed numbers with the text")
         return compared
@@ -146,7 +146,7 @@ def audit(options: argparse.Namespace) -> Audit:
             log.info("audit: scoring %s twice (%s)", task.config.task, kind)
             audit_requests(lm, task, requests, options.limit, findings)
     log.info("audit: comparing values and totals with each other")
-    findings.held = contradictions(lm.estimator, findings.checked)
+    findings.comparisons = contradictions(lm.estimator, findings.checked)
     audit_totals(lm, findings)
     return findings
 
@@ -257,7 +257,7 @@ def audit_text(
         printed[metric] = aggregation[metric](of_documents)
     findings.lines.extend(texts.lines(printed))
     findings.problems.extend(texts.differing(printed))
-    findings.notes.extend(texts.odd(printed))
+    findings.notes.extend(texts.warnings(printed))
 
 
 def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -295,7 +295,7 @@ def audit_totals(lm: DuelMDM, findings: Audit) -> None:
             continue
         problems = totals_problems(lm.estimator, windows, tasks[task]["values"])
         named_problems = [f"the results of {task} have {problem}" for problem in problems]
-        findings.held.hold("totals and their errors", named_problems)
+        findings.comparisons.add("totals and their errors", named_problems)
 
 
 def totals_problems(estimator: Estimator, windows: Sequence[CheckedWindow], values: dict[str, Any]) -> Iterator[str]:

@@ -139,9 +139,13 @@ def _require_mentioned(tasks: str | Sequence[str], folders: Sequence[str | Path]
 
 def _folders(include_path: str | Path | Sequence[str | Path] | None) -> list[str | Path]:
     """The folders of --include_path, which may be none, one or several."""
+    import pathlib
+
     if not include_path:
         return []
-    return [*include_path] if isinstance(include_path, list | tuple) else [include_path]
+    if isinstance(include_path, str | pathlib.Path):
+        return [include_path]
+    return [*include_path]
 
 
 # ---------------------------------------------------------------- the table of results

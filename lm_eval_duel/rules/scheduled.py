@@ -159,8 +159,10 @@ class Quota(Scheduled, name="quota", reads_step=True):
         argmax = predictions.argmax  # (R, W)
         rest = confidence.neg().sigmoid()  # (R, W) 1 - P1, from which P_eos and P_eot are taken
         last = torch.zeros_like(predictions.masked)  # (R, W)
-        ends = {end for end in (self.eos_id, self.eot_id) if end is not None}
+        ends = dict.fromkeys((self.eos_id, self.eot_id))  # in this order: floats are subtracted
         for end in ends:
+            if end is None:
+                continue
             p = predictions.log_prob(torch.full_like(argmax, end)).exp()  # (R, W)
             is_top = argmax == end  # (R, W) its probability is P1, which `rest` does not contain
             rest = torch.where(is_top, rest, rest - p)

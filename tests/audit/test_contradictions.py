@@ -52,7 +52,7 @@ COMPARED = {  # by name: what is compared at least
 }
 
 
-def held(estimator, count=16, change=lambda score: score):
+def compared(estimator, count=16, change=lambda score: score):
     """What contradicts each other in a run over random texts whose scores are changed."""
     texts = windows(count, min(8, estimator.denoiser.max_length))
     scores = [change(score) for score in estimator.log_prob(texts)]
@@ -70,7 +70,7 @@ def checked(texts, scores):
 
 @pytest.mark.parametrize("name", slow_but(ESTIMATORS, COMPARED.keys() - {"elbo"}))
 def test_right_values_do_not_contradict_each_other(name):
-    comparison = held(ESTIMATORS[name]())
+    comparison = compared(ESTIMATORS[name]())
 
     assert not comparison.problems
     expected = COMPARED.get(name, "")
@@ -82,7 +82,7 @@ def test_draws_that_prefer_few_masks_are_found(block, monkeypatch):
     strata = Elbo.strata
     monkeypatch.setattr(Elbo, "strata", lambda self, *lanes: strata(self, *lanes) ** 1.5)
 
-    comparison = held(Elbo(Toy(), ElboArguments(16, elbo_block=block)))
+    comparison = compared(Elbo(Toy(), ElboArguments(16, elbo_block=block)))
     assert "share of masked positions of the draws" in " ".join(comparison.problems)
 
 
@@ -92,7 +92,7 @@ def test_draws_that_prefer_places_are_found(monkeypatch):
 
     monkeypatch.setattr("lm_eval_duel.estimators.elbo.hashed", positions_in_order)
 
-    comparison = held(Elbo(Toy(), ElboArguments(16)))
+    comparison = compared(Elbo(Toy(), ElboArguments(16)))
     assert "place of masked positions" in " ".join(comparison.problems)
 
 
@@ -100,7 +100,7 @@ def test_a_share_of_drawn_blocks_that_is_not_the_share_is_found(monkeypatch):
     uniform = two_phase.uniform
     monkeypatch.setattr(two_phase, "uniform", lambda *keys: uniform(*keys) ** 2)
 
-    comparison = held(TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4)))
+    comparison = compared(TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4)))
     assert "share of drawn blocks" in " ".join(comparison.problems)
 
 
@@ -113,7 +113,7 @@ def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
 
     monkeypatch.setattr(NoisedElbo, "draws", noise_at_the_first_position_only)
 
-    comparison = held(NoisedElbo(NoisyToy(), NoisedElboArguments(32)))
+    comparison = compared(NoisedElbo(NoisyToy(), NoisedElboArguments(32)))
     assert "number of tokens that the noise kept" in " ".join(comparison.problems)
 
 
@@ -124,7 +124,7 @@ def test_a_value_that_is_too_good_is_found(name):
     def better(score):
         return dataclasses.replace(score, log_prob=score.log_prob + 30.0)
 
-    assert held(ESTIMATORS[name](), change=better).problems
+    assert compared(ESTIMATORS[name](), change=better).problems
 
 
 @pytest.mark.parametrize("name", ["elbo", "two phases"])
@@ -159,5 +159,5 @@ def test_the_tolerance_of_a_sum_is_not_the_sum_of_tolerances(sign):
     def off(score):
         return dataclasses.replace(score, log_prob=score.log_prob + sign * 2 * allowed / 100)
 
-    assert not held(estimator, 100).problems
-    assert held(estimator, 100, off).problems
+    assert not compared(estimator, 100).problems
+    assert compared(estimator, 100, off).problems

@@ -87,13 +87,13 @@ def test_an_estimate_beside_its_value(side, drawn):
     blocks = TwoPhaseBlocks(20, sampled=drawn, drawn=drawn, variance=0.49)
     score = Score(-6.0 + off, blocks=blocks)
 
-    held = contradictions.contradictions(estimator, checked([score], [window]))
+    comparisons = contradictions.contradictions(estimator, checked([score], [window]))
 
-    assert bool(held.problems) == (abs(side) > 1 and drawn == FEW)
-    assert ("the exact value" in held.compared) == (drawn == FEW)
-    if held.problems:
-        assert f"of 1 window is {off:+.4f} nats" in held.problems[0]
-        assert f"is {abs(off) / 0.7:.1f} of its" in held.problems[0]
+    assert bool(comparisons.problems) == (abs(side) > 1 and drawn == FEW)
+    assert ("the exact value" in comparisons.compared) == (drawn == FEW)
+    if comparisons.problems:
+        assert f"of 1 window is {off:+.4f} nats" in comparisons.problems[0]
+        assert f"is {abs(off) / 0.7:.1f} of its" in comparisons.problems[0]
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -411,10 +411,10 @@ def test_draws_of_the_first_windows_are_looked_at_once_each(monkeypatch):
     monkeypatch.setattr(contradictions, "STATES", 0)
     monkeypatch.setattr(contradictions, "draw_statistics", draw_statistics)
     elbo = Elbo(Toy(), ElboArguments(16))
-    held = contradictions.contradictions(elbo, checked([Score(-1.0)] * len(twice), twice))
+    comparisons = contradictions.contradictions(elbo, checked([Score(-1.0)] * len(twice), twice))
 
     assert asked == windows[: contradictions.DRAWN_WINDOWS]
-    assert "draws" not in held.compared
+    assert "draws" not in comparisons.compared
 
 
 @pytest.mark.parametrize("off", [0.0, 1.0])

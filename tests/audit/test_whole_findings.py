@@ -254,13 +254,13 @@ def test_the_unigram_by_hand(count, vocabulary):
 
     task = of_task(DOCUMENTS[:count], vocabulary=vocabulary)
     assert task.unigram == pytest.approx(unigram, nan_ok=True)
-    assert task.odd({}) == []
+    assert task.warnings({}) == []
 
     alike = max(vocabulary, kinds)  # the perplexity if all tokens are equally probable
     limit = min(unigram, alike)
-    assert task.odd({"token_perplexity": 0.99 * limit}) == []
+    assert task.warnings({"token_perplexity": 0.99 * limit}) == []
     worse = 1.01 * limit
-    problems = task.odd({"token_perplexity": worse})
+    problems = task.warnings({"token_perplexity": worse})
     assert bool(problems) == (count > 0)
     if problems:
         without_context = f"has {alike:,}" if alike < unigram else f"has {unigram:.2f}"
@@ -272,7 +272,7 @@ def test_a_perplexity_above_the_number_of_tokens_is_odd_on_any_text():
     """In a text of different tokens none is among the others, so the unigram is of no use."""
     task = of_task(["abcdefgh"], vocabulary=10)
     assert task.unigram > 10
-    assert task.odd({"token_perplexity": 10.1}) and not task.odd({"token_perplexity": 9.9})
+    assert task.warnings({"token_perplexity": 10.1}) and not task.warnings({"token_perplexity": 9.9})
 
 
 def test_lines_for_the_terminal():

@@ -165,8 +165,8 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     findings = Audit("float32")
     findings.checked = [checked(0), checked(1, 4), checked(2, 2, route=ALONE, why_alone="its rule"), checked(3, 0)]
     findings.not_compared = ["the network (--no_own_code)"]
-    findings.held.hold("draws", [])
-    findings.held.hold("draws", [])
+    findings.comparisons.add("draws", [])
+    findings.comparisons.add("draws", [])
     findings.lines = ["a line"]
     findings.notes = ["odd", "odder"]
 
@@ -183,7 +183,7 @@ def test_everything_that_differs_is_a_failure():
     same_weights = SimpleNamespace(differs=False, what="weights")
     findings = Audit("float32")
     findings.checked = [checked(n, again=-6.0) for n in range(5)]
-    findings.held.hold("draws", ["a contradiction"])
+    findings.comparisons.add("draws", ["a contradiction"])
     findings.problems = ["a problem"]
     findings.network = [other_network, same_weights]
 
