@@ -151,7 +151,7 @@ class FromText:
         return math.exp(nats / count)
 
     def warnings(self, printed: Mapping[str, float]) -> list[str]:
-        """What is no fault of the package, but points to a wrong argument, such as the shift or the mask.
+        """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
 
         On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing.
         """

@@ -261,7 +261,7 @@ class Flag(Argument):
     shows: str = ""  # what stands for the value in --help; the name in capitals if empty
 
 
-def _is_writable_folder(name: str) -> bool:
+def is_writable_folder(name: str) -> bool:
     """True for a folder, or one that can be made: below the nearest folder that exists."""
     if not name:
         return False
@@ -332,7 +332,7 @@ NAMES = ArgumentType("names, separated by commas", _names)
 PATH = string("a path", bool)
 MODEL_NAME = string("a folder, a hub name or a bundled name; its model args go to --model_args", _is_name_alone)
 EXISTING = string("a folder that exists", lambda name: Path(name).is_dir())
-FOLDER = string("a folder that can be written to; it is created if it does not exist", _is_writable_folder)
+FOLDER = string("a folder that can be written to; it is created if it does not exist", is_writable_folder)
 FILE = string("a file that can be written, in a folder that exists", _is_writable_file)
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere

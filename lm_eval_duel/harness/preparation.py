@@ -5,8 +5,9 @@ are loaded first, as soon as lm-eval has found their names:
 
     arguments of lm-eval      there is a task and a document, and results can be written
     config.json, tokenizer    text/loading.py: nothing contradicts the model args; a chat template, if wanted
-    --use_cache               no file was written under other model args
-    tasks                     loaded once, for lm-eval to take; the estimator answers their kind of request
+    --use_cache               its folder can be written to; no file was written under other model args
+    tasks                     loaded once, for lm-eval to take; the estimator answers their kind of request; a row has
+                              room for the context or the text to generate
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lm_eval_duel.console.command_line import FLAGS, key_values
+from lm_eval_duel.console.command_line import FLAGS, is_writable_folder, key_values, process
 from lm_eval_duel.errors import DuelError, UsageError, first_line, naming, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
@@ -29,7 +30,7 @@ from lm_eval_duel.harness.store import require_same_args
 from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.text.generation import Settings
 from lm_eval_duel.text.loading import require_loadable
-from lm_eval_duel.text.text import find_chat_template
+from lm_eval_duel.text.text import TextEncoder, find_chat_template
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -48,9 +49,10 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     if isinstance(model_args, str):
         model_args = key_values(model_args)
     options = Options.parse(with_lm_evals_flags(model_args, dataclasses.asdict(config)))
-    options, tokenizer = require_loadable(options)
+    described = require_loadable(options)
+    options = described.options
     if config.apply_chat_template:
-        find_chat_template(tokenizer, config.apply_chat_template)
+        find_chat_template(described.tokenizer, config.apply_chat_template)
     if config.use_cache is not None:
         cache = Path(config.use_cache)
         for file in sorted(cache.parent.glob(f"{cache.name}_rank*.db")):
@@ -65,7 +67,9 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
         raise DuelError(f"The tasks cannot be loaded: {first_line(error)}") from error
     for task in loaded["tasks"].values():
         _require_answers(task, options.estimator)
-        _check_generation(task, config.gen_kwargs)
+        settings = _generation_settings(task, config.gen_kwargs)
+        if described.text is not None:
+            _require_room(task, described.text, settings)
     _hand_over(manager, loaded)
 
 
@@ -88,10 +92,24 @@ def _check_arguments(config: EvaluatorConfig) -> None:
             f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the folder "
             f"{cache}. Add a name to it: {Path(cache, 'cache')}."
         )
+    if cache is not None:
+        _require_writable(Path(cache))
     if config.output_path:
         output = Path(config.output_path)
         folder = output.parent if output.suffix == ".json" else output
         FLAGS["out"].read("--output_path", str(folder))
+
+
+def _require_writable(cache: Path) -> None:
+    """Raise UsageError if this process cannot write its file of a --use_cache path."""
+    rank, _ = process()
+    file = cache.with_name(f"{cache.name}_rank{rank}.db")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UsageError(f"The --use_cache file {file} cannot be written to: name another one, or change its mode.")
+    if not is_writable_folder(str(cache.parent)):
+        raise UsageError(
+            f"--use_cache {cache}: the folder {cache.parent} cannot be written to. Name a path in one that can."
+        )
 
 
 def _seed(seeds: Any) -> None:
@@ -109,17 +127,29 @@ def _require_answers(task: Task, estimator: str) -> None:
         raise DuelError(f"Task {task.config.task} compares or scores continuations. {reason}")
 
 
-def _check_generation(task: Task, more: Any) -> None:
-    """Raise DuelError for wrong settings of a task that generates. `more`: those of --gen_kwargs, which come on top."""
+def _generation_settings(task: Task, more: Any) -> Settings | None:
+    """The settings of a task that generates, if its file has them; raises DuelError for wrong ones.
+
+    `more`: those of --gen_kwargs, which come on top.
+    """
     if task.OUTPUT_TYPE != "generate_until" or not isinstance(task.config.generation_kwargs, dict):
-        return
+        return None
     settings = dict(task.config.generation_kwargs)
     if isinstance(more, str):
         more = key_values(more)
     if more:
         settings |= more
     with naming(f"Task {task.config.task}"):
-        Settings.from_arguments(settings)
+        return Settings.from_arguments(settings)
+
+
+def _require_room(task: Task, text: TextEncoder, settings: Settings | None) -> None:
+    """Raise DuelError if a row has no place for the contexts of a task, or for the text to generate."""
+    with naming(f"Task {task.config.task}"):
+        if settings is not None:
+            text.prompt("", settings.length)
+        elif task.OUTPUT_TYPE in CONTINUATIONS:
+            text.continuation([], [])
 
 
 def _hand_over(manager: TaskManager, loaded: Any) -> None:

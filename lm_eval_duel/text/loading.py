@@ -68,12 +68,21 @@ def load_scorer(
     return Scorer(options, tokenizer, network, estimator, text)
 
 
-def require_loadable(options: Options) -> tuple[Options, PreTrainedTokenizerBase]:
+class WithoutWeights(NamedTuple):
+    """What is known of a model before its weights are read. `options`: with the ids that the rule takes from the
+    tokenizer; `text`: None if only the network says how long its rows are, or if its own code would have to run.
+    """
+
+    options: Options
+    tokenizer: PreTrainedTokenizerBase
+    text: TextEncoder | None
+
+
+def require_loadable(options: Options) -> WithoutWeights:
     """Check everything that needs no weight.
 
     The network is made without its weights, from config.json and the tokenizer; weights on the hub are downloaded. The
-    checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines. Returns the options
-    with the ids that the rule takes from the tokenizer, and the tokenizer.
+    checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines.
 
     Raises:
         DuelError: as `load_scorer`, for what config.json, the tokenizer and the options show to be wrong.
@@ -84,21 +93,29 @@ def require_loadable(options: Options) -> tuple[Options, PreTrainedTokenizerBase
         checkpoint = _described(options, options.device)
         with hub.explained(checkpoint.name):
             checkpoint = checkpoint.with_tokenizer().with_family_by_tensors()
+            text = None
             if not checkpoint.runs_own_code:
-                _require_layout(options, checkpoint)
+                text = _described_text(options, checkpoint)
             tokenizer = checkpoint.text_tokenizer()
-            return options.with_tokenizer(tokenizer), tokenizer
+            return WithoutWeights(options.with_tokenizer(tokenizer), tokenizer, text)
     finally:
         log.disabled = was_disabled
 
 
-def _require_layout(options: Options, checkpoint: Checkpoint) -> None:
-    """Raise DuelError if a network, made without its weights, does not take the options, their block or their grid."""
+def _described_text(options: Options, checkpoint: Checkpoint) -> TextEncoder | None:
+    """The encoder of texts for a network that is made without its weights; None if the length of its rows is not known.
+
+    Raises DuelError if the network does not take the options, their block or their grid.
+    """
+    block = None
     with _naming_preset(options, checkpoint):
         network = without_weights(checkpoint)
         if "block" in registry.find(options.estimator).takes:
-            resolve_block(network, options.block)
+            block = resolve_block(network, options.block)
         resolve_grid(network, options.grid)
+    if not hasattr(network, "max_length"):
+        return None
+    return TextEncoder(checkpoint.text_tokenizer(), network, options.windows, block)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,9 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"apply_chat_template": True}, "--apply_chat_template"),
         (["sotu"], {"use_cache": "runs/"}, "--use_cache"),
         (["sotu"], {"use_cache": os.path.dirname(__file__)}, "--use_cache"),  # a folder that exists
+        (["sotu"], {"use_cache": f"{__file__}/answers"}, "--use_cache"),  # no folder, and none can be made
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
+        (["sotu_choice"], {"model_args": {"bos": "first"}}, "sotu_choice.*bos"),
     ],
 )
 def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):
@@ -98,7 +100,17 @@ def test_settings_of_generation_are_checked_before_the_network_is_loaded(tmp_pat
         settings(["answers"], tmp_path).process_tasks()
     with pytest.raises(DuelError, match=r"'temprature'.*temperature"):
         settings(["answers"], tmp_path, gen_kwargs={"num_beams": 1, "temprature": 1}).process_tasks()
-    settings(["answers"], tmp_path, gen_kwargs={"num_beams": 1}).process_tasks()
+    settings(["answers"], tmp_path, gen_kwargs={"num_beams": 1, "max_gen_toks": 120}).process_tasks()
+
+
+def test_texts_longer_than_a_row_are_refused_before_the_network_is_loaded(tmp_path):
+    (tmp_path / "answers.yaml").write_text(GENERATES.replace(", num_beams: 4", ""))
+    for model_args, length in (({}, 129), ({"max_length": 64}, 65)):
+        longest = settings(["answers"], tmp_path, model_args=model_args, gen_kwargs={"max_gen_toks": length - 1})
+        longest.process_tasks()
+        longer = settings(["answers"], tmp_path, model_args=model_args, gen_kwargs={"max_gen_toks": length})
+        with pytest.raises(DuelError, match=r"answers.*max_gen_toks"):
+            longer.process_tasks()
 
 
 def test_only_our_own_tasks_are_loaded_without_advice_on_metadata(tmp_path, caplog):

@@ -39,7 +39,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import Checkpoint, autoregressive, name_unread, unread_entries
 from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, held_positions, is_native, load_model
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, configured_positions, held_positions, is_native, load_model
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -87,6 +87,7 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
         read = {*parameters, *model_config.attribute_map, *READ_ELSEWHERE}
         denoiser.unread_entries = unread_entries(config, read)
         name_unread(config, denoiser.unread_entries, options.name, classes)
+    limit_by_config(denoiser)
     return denoiser
 
 
@@ -116,7 +117,15 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
     denoiser = CausalLM(checkpoint, rows)
     denoiser.kind = AutoModelForCausalLM
     denoiser.model_config = model_config
+    limit_by_config(denoiser)
     return denoiser
+
+
+def limit_by_config(denoiser: OwnForward) -> None:
+    """Set the length of rows before the network is made, which may hold fewer positions."""
+    positions = configured_positions(denoiser.model_config, denoiser.tokenizer_length)
+    if positions is not None:
+        denoiser.limit_rows(positions)
 
 
 def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
@@ -166,7 +175,7 @@ class OwnForward(Pretrained):
     splits_head = False
 
     def take(self, model: Any) -> None:
-        self._limit_rows(model)
+        self.limit_rows(held_positions(model, self.tokenizer_length))
         super().take(model)
         with torch.no_grad():
             logits = self._first_call()
@@ -175,9 +184,8 @@ class OwnForward(Pretrained):
                 self._divide()
             self_tests.run(self, self.path, self.refuses)
 
-    def _limit_rows(self, model: Any) -> None:
-        """Set the length of rows to at most the positions that a network can hold."""
-        positions = held_positions(model, self.tokenizer_length)
+    def limit_rows(self, positions: int | None) -> None:
+        """Set the length of rows to at most the `positions` that the network can hold."""
         if positions and self.attention == "causal":
             positions += 1  # the last token of a row is predicted but never an input
         bounds = filter(None, (self.family_entry.max_length, positions))

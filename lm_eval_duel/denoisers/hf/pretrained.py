@@ -240,7 +240,16 @@ def trained_positions(family: Family, positions: int | None, config: dict[str, A
 
 def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int | None:
     """Positions that a network can hold: the minimum over config, position table and the tokenizer's own bound."""
-    config = model.config
+    positions = configured_positions(model.config, model_max_length)
+    table = _table_after_padding(model)
+    if table is None:
+        return positions
+    of_table = len(table.weight) - first_position(model)
+    return of_table if positions is None else min(positions, of_table)
+
+
+def configured_positions(config: Any, model_max_length: int | None) -> int | None:
+    """Positions that a network can hold, by its config and the tokenizer's own bound."""
     lengths = []
     for name in LENGTHS:
         length = getattr(config, name, None)
@@ -249,9 +258,6 @@ def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int 
     if getattr(config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
         first = (config.pad_token_id or 0) + 1
         lengths.append(config.max_position_embeddings - first)
-    table = _table_after_padding(model)
-    if table is not None:
-        lengths.append(len(table.weight) - first_position(model))
     if model_max_length and model_max_length < UNBOUNDED:
         lengths.append(model_max_length)
     return min(lengths, default=None)
