@@ -69,7 +69,7 @@ def load_scorer(
 
 
 class WithoutWeights(NamedTuple):
-    """What is known of a model before its weights are read. `options`: with the ids that the rule takes from the
+    """A model before its weights are read. `options`: with the ids that the rule takes from the
     tokenizer; `text`: None if only the network says how long its rows are, or if its own code would have to run.
     """
 
