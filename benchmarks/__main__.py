@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.options import parse
-from lm_eval_duel.console.command_line import STDOUT, errors_as_exit_codes, plain_table, write_json
+from lm_eval_duel.console.command_line import STDOUT, plain_table, write_json
+from lm_eval_duel.console.exits import errors_as_exit_codes
 
 THREE = {  # the loops that people run, each on a small random network of its kind
     "kept keys, blocks of 4, 512 positions": "random:block-causal --model_args block=4 --length 512",

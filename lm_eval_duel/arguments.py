@@ -196,11 +196,11 @@ def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isn
     return ArgumentType(words, convert)
 
 
-def string(words: str, accepts: Callable[[str], Any]) -> ArgumentType:
-    """Texts for which `accepts` is true; `words` describes them. None alone stands for no value."""
+def path(words: str, accepts: Callable[[str], Any] = bool) -> ArgumentType:
+    """Paths for which `accepts` is true, read by `at_home`; `words` describes them. None alone stands for no value."""
 
     def convert(value: Any) -> str:
-        if not accepts(result := str(value)):
+        if not accepts(result := at_home(value)):
             raise ValueError(value)
         return result
 
@@ -226,11 +226,17 @@ def _truth(value: Any) -> bool:
 
 def _name(value: Any) -> str:
     if isinstance(value, (str, int, float, os.PathLike)):  # the harness reads 2024 as a number
-        return str(value)
+        return at_home(value)
     raise TypeError(value)
 
 
+def at_home(path: Any) -> str:
+    """A path with `~` as the home folder, which a shell writes out only at the start of a word."""
+    return os.path.expanduser(str(path))
+
+
 TEXT = ArgumentType("a text", str)
+PLACE = ArgumentType("a path", at_home)  # of which `none` stands for no value
 RAW = ArgumentType("a text", str, nothing=(None,))
 TRUTH = ArgumentType("true or false", _truth)
 COUNT = whole(1)

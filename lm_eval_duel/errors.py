@@ -24,7 +24,7 @@ class DuelError(ValueError):
 
 
 class UsageError(DuelError):
-    """A wrong argument, found before anything is loaded. A command ends with exit code 2."""
+    """A request that cannot be begun: an argument, a path, a checkpoint or a data set is wrong. Exit code 2."""
 
 
 class LaneError(DuelError):
@@ -60,7 +60,8 @@ def naming(name: str | Callable[[int], str]) -> Iterator[None]:
         yield
     except DuelError as error:
         if isinstance(name, str):
-            raise DuelError(f"{name}: {error}") from None
+            kind = UsageError if isinstance(error, UsageError) else DuelError  # the exit code stays
+            raise kind(f"{name}: {error}") from None
         if error.window is not None:
             error.args = (f"{name(error.window)}: {error}",)
         raise
@@ -68,7 +69,10 @@ def naming(name: str | Callable[[int], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def usage() -> Iterator[None]:
-    """Turn every DuelError or OSError into a UsageError, in code that reads arguments. Also a decorator."""
+    """Turn every DuelError or OSError into a UsageError, in code that runs before anything is computed.
+
+    Also a decorator.
+    """
     try:
         yield
     except UsageError:

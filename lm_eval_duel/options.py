@@ -19,6 +19,7 @@ from lm_eval_duel.arguments import (
     BLOCK,
     CHECKPOINT,
     COUNT,
+    PLACE,
     TEXT,
     Argument,
     Arguments,
@@ -105,7 +106,7 @@ class Options(NetworkArguments):
         identity=False,
     )
     trace: str | None = argument(
-        TEXT, None, "write a line for each window to this [file](results.md#traces)", identity=False
+        PLACE, None, "write a line for each window to this [file](results.md#traces)", identity=False
     )
     verify: int = argument(
         whole(0),
@@ -222,11 +223,16 @@ MODEL_ARGUMENTS: dict[str, Argument] = _model_arguments()
 @usage()
 def model_of(flags: argparse.Namespace) -> dict[str, Any]:
     """The model args of a command line: NAME, --model_args, --device and --batch_size; raises UsageError."""
-    if (name := getattr(flags, "name", None)) is not None:
-        flags.model_args = unique_keys([("pretrained", name), *flags.model_args.items()])  # tasks read them, too
-    given = with_flags(flags.model_args, device=flags.device, batch_size=flags.batch_size)
+    given = with_flags(model_args_of(flags), device=flags.device, batch_size=flags.batch_size)
     Options.parse(given)
     return given
+
+
+def model_args_of(flags: argparse.Namespace) -> dict[str, Any]:
+    """The model args of NAME and --model_args, which tasks read, too; raises DuelError for a checkpoint named twice."""
+    name = getattr(flags, "name", None)
+    named = [] if name is None else [("pretrained", name)]
+    return unique_keys([*named, *flags.model_args.items()])
 
 
 def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lm_eval_duel import Duel
-from lm_eval_duel.arguments import required, string
+from lm_eval_duel.arguments import path, required
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.demo import FOLDER
@@ -39,7 +39,7 @@ from lm_eval_duel.rules.base import best, file_version, log_odds, nearest, sure_
 
 FEATURES = "features"  # the input of the LM head
 STATISTICS = ("confidence", "margin", "log_margin", "entropy")
-PATH = string("a file whose path has no ':'", lambda path: ":" not in path)
+PATH = path("a file whose path has no ':'", lambda name: ":" not in name)
 Build: TypeAlias = Callable[[dict[str, torch.Tensor], dict[str, str]], torch.nn.Module]
 LARGEST = 100.0  # statistics are cut to +-100: the confidence of a probability of 1 is infinite
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.console.command_line import FAILED, FLAGS, Flag, Parser, plain_table, stop
+from lm_eval_duel.console.command_line import FLAGS, Flag, Parser, plain_table
+from lm_eval_duel.console.exits import FAILED, stop
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import Options, model_of
 

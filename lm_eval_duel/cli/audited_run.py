@@ -28,7 +28,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request, name
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, model_args_of
 from lm_eval_duel.tasks import named
 from lm_eval_duel.text.loading import require_loadable
 
@@ -131,7 +131,7 @@ def audit(options: argparse.Namespace) -> Audit:
     setup_logging()
     patches.without_our_advice()  # the tasks are loaded before a model, which drops it, too
     require_loadable(Options.parse({**options.model, "dtype": options.dtype}))
-    metadata = {**options.model_args, **options.metadata}
+    metadata = {**model_args_of(options), **options.metadata}
     tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, DOCUMENTS))
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
 

@@ -8,9 +8,9 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import COUNT, NOT_NEGATIVE, SHARE, TEXT, whole
 from lm_eval_duel.console.command_line import FILE, PATH, STDOUT, Flag, Parser, finite
@@ -18,6 +18,9 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tasks import files
+
+if TYPE_CHECKING:
+    from lm_eval_duel import Duel
 
 WARPERS = ("temperature", "top_k", "top_p")  # both flags, which change the draws, and model args of the network
 PRINTS = """\
@@ -31,27 +34,8 @@ A sample depends on the seed, its prompt's number and its own number, not on how
 def main(arguments: Sequence[str]) -> None:
     """Write samples: `lm-eval-duel generate`."""
     options = parse(arguments)
-    from lm_eval_duel import Duel
-
-    model = dict(options.model)
-    name = model.pop("pretrained", None) or BUNDLED
-    batch_size = model.pop("batch_size")
-    duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
+    duel = load(options.model)
     temperature = 1.0 if options.temperature is None else options.temperature  # 1: the network's own distributions
-    method = {
-        "pretrained": name,
-        "fingerprint": duel.fingerprint,
-        "estimator": duel.estimator.name,
-        "rule": None if duel.rule is None else str(duel.rule),
-        "block": duel.block,
-        "grid": duel.grid,
-        "cache": duel.denoiser.cache,
-        "seed": options.seed,
-        # those of the network if it has any, else those of the draws: `parse` refuses both together
-        "temperature": model.get("temperature", temperature),
-        "top_k": model.get("top_k", options.top_k),
-        "top_p": model.get("top_p", options.top_p),
-    }
 
     numbers = list(itertools.product(range(len(options.prompts)), range(options.num)))  # (prompt, sample)
     prompts = []
@@ -71,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
         seed=options.seed,
         keys=keys,
     )
+    made_by = method(duel, options, temperature)
     with opened(options.out) as file:
         for n, generated in in_order(samples):
             record = dataclasses.asdict(generated)
@@ -78,8 +63,38 @@ def main(arguments: Sequence[str]) -> None:
             context = record.pop("prompt")  # the text; "prompt" is its number
             prompt, sample = numbers[n]
             origin = {"prompt": prompt, "sample": sample, "context": context, "suffix": options.suffix}
-            content = finite(origin | record | method)
+            content = finite(origin | record | made_by)
             print(json.dumps(content, ensure_ascii=False), file=file, flush=True)
+
+
+@usage()
+def load(model: Mapping[str, Any]) -> Duel:
+    """The distribution of model args; raises UsageError for a checkpoint that cannot be read or does not take them."""
+    from lm_eval_duel import Duel
+
+    arguments = dict(model)
+    name = arguments.pop("pretrained", None) or BUNDLED
+    batch_size = arguments.pop("batch_size")
+    return Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **arguments)
+
+
+def method(duel: Duel, options: argparse.Namespace, temperature: float) -> dict[str, Any]:
+    """The entries of each line that say how the text was drawn."""
+    model = options.model
+    return {
+        "pretrained": model.get("pretrained") or BUNDLED,
+        "fingerprint": duel.fingerprint,
+        "estimator": duel.estimator.name,
+        "rule": None if duel.rule is None else str(duel.rule),
+        "block": duel.block,
+        "grid": duel.grid,
+        "cache": duel.denoiser.cache,
+        "seed": options.seed,
+        # those of the network if it has any, else those of the draws: `parse` refuses both together
+        "temperature": model.get("temperature", temperature),
+        "top_k": model.get("top_k", options.top_k),
+        "top_p": model.get("top_p", options.top_p),
+    }
 
 
 def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import TEXT, TRUTH
-from lm_eval_duel.console.command_line import FLAGS, PATH, PROGRAM, STDOUT, Flag, Parser, plain_table, write_json
+from lm_eval_duel.console.command_line import FLAGS, PATH, STDOUT, Flag, Parser, plain_table, write_json
+from lm_eval_duel.console.exits import PROGRAM
 from lm_eval_duel.errors import UsageError, usage
-from lm_eval_duel.options import Options, model_of
+from lm_eval_duel.options import Options, model_args_of, model_of
 from lm_eval_duel.results.table import number
 from lm_eval_duel.tasks import files, named
 
@@ -170,8 +171,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@usage()
 def _load_tasks(options: argparse.Namespace) -> list[Task]:
-    """The tasks of --tasks; raises DuelError for what is wrong with them or the checkpoint, before weights are read."""
+    """The tasks of --tasks; before weights are read, UsageError for what is wrong with them or the checkpoint."""
     if not options.tasks:
         return []
     from lm_eval_duel.harness import patches
@@ -179,7 +181,7 @@ def _load_tasks(options: argparse.Namespace) -> list[Task]:
 
     patches.without_our_advice()
     require_loadable(Options.parse(options.model))
-    metadata = {**options.model_args, **options.metadata}
+    metadata = {**model_args_of(options), **options.metadata}
     return named.load(options.tasks, metadata, options.include_path, options.limit)
 
 

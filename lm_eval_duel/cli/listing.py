@@ -69,7 +69,7 @@ def _merged_rows(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
     declarations: dict[tuple[str, str, str], list[str]] = {}
     for owner, arguments in owners.items():
         for name, arg in arguments.items():
-            declaration = (name, _default(arg), arg.meaning)
+            declaration = (name, _default(arg), arg.meaning or arg.kind.words)  # a user's rule may have no help
             declarations.setdefault(declaration, []).append(_code(owner))
     rows = []
     for (name, default, meaning), sharing in declarations.items():
@@ -84,10 +84,10 @@ def _code(text: str) -> str:
 # ---------------------------------------------------------------- rules, estimators, presets
 
 
-def rule_table() -> Rows:
-    """The rules: name and aliases, parameters, and what is revealed next."""
+def rule_table(shown: Mapping[str, type[rules.Rule]] = rules.RULES) -> Rows:
+    """Rules: name and aliases, parameters, and what is revealed next."""
     rows = []
-    for name, rule in rules.RULES.items():
+    for name, rule in shown.items():
         names = [_code(name)]
         for alias, meant in rules.ALIASES.items():
             if meant == name:
@@ -96,15 +96,22 @@ def rule_table() -> Rows:
         for key, arg in declared(rule).items():
             with_default = key if arg.default is MISSING else f"{key}={arg.shown}"
             parameters.append(_code(with_default))
-        first_paragraph, _, _ = inspect.getdoc(rule).partition("\n\n")
-        in_one_line = " ".join(first_paragraph.split())
-        rows.append((" ".join(names), ", ".join(parameters), in_one_line))
+        rows.append((" ".join(names), ", ".join(parameters), _first_paragraph(rule)))
     return rows
 
 
-def parameters() -> Rows:
+def _first_paragraph(rule: type[rules.Rule]) -> str:
+    """The first paragraph of a rule's docstring, in one line."""
+    text = inspect.cleandoc(rule.__doc__ or "")
+    if not text or text.startswith(f"{rule.__name__}("):  # the signature, which a dataclass puts there
+        return "its class has no docstring"
+    first_paragraph, _, _ = text.partition("\n\n")
+    return " ".join(first_paragraph.split())
+
+
+def parameters(shown: Mapping[str, type[rules.Rule]] = rules.RULES) -> Rows:
     """The parameters of rules, and those that go with every rule."""
-    rows = _merged_rows({name: declared(rule) for name, rule in rules.RULES.items()})
+    rows = _merged_rows({name: declared(rule) for name, rule in shown.items()})
     for name, arg in rules.WRAPPER_ARGUMENTS.items():
         rows.append((_code(name), "every rule", _default(arg), arg.meaning))
     return rows
@@ -186,11 +193,13 @@ PRINTS = """\
 args        the model args: default and meaning of each
 rules       the unmasking rules and their parameters
 estimators  the estimators and their model args
+            rules FILE.py:CLASS shows a rule of your own
 presets     the deployed samplers that have a name, and the model args of each
 refused     the checkpoints that are refused, why, and what works instead
 tasks       the tasks of this package; --include_path takes their folder
 metadata    the keys of --metadata that these tasks take
 folders     the paths of the installed tasks, results and bundled networks; with one NAME, its path alone
+With NAMES, only these; a word that is no name stands for all names that it is a part of.
 With --markdown, the table of the documentation.
 """
 
@@ -208,12 +217,15 @@ def markdown(what: str) -> str:
 def listing(what: str, names: Sequence[str] = ()) -> str:
     """The tables of a list for the terminal. Raises DuelError for an unknown name.
 
-    `names`: only these rows, and for a rule those of its parameters.
+    `names`: only these rows, and for a rule those of its parameters. A rule may be the user's own.
     """
-    tables: list[Rows] = []
-    for _, rows in TABLES[what]:
-        tables.append(list(map(_without_markdown, rows())))
+    every_table = [rows() for _, rows in TABLES[what]]
+    if what == "rules":
+        names, own_rules = _own_rules(names)
+        every_table = [rule_table(rules.RULES | own_rules), parameters(rules.RULES | own_rules)]
+    tables = [list(map(_without_markdown, rows)) for rows in every_table]
     if names:
+        names = _known_names(what, names, tables[0])
         tables = _named(what, names, tables)
 
     width = min(shutil.get_terminal_size().columns, 120)
@@ -223,7 +235,51 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
             parts.append("\n".join(_entry(row, width) for row in table))
     if what == "tasks":
         parts.append(f"--include_path {task_folder()}")
+    if what == "presets":
+        about = _about_presets(names)
+        parts.append(about if names else textwrap.fill(about, width, break_on_hyphens=False))
     return "\n\n".join(parts)
+
+
+def _own_rules(names: Sequence[str]) -> tuple[list[str], dict[str, type[rules.Rule]]]:
+    """The names without parameters, and the classes of those that are the user's own, as FILE.py:CLASS."""
+    without_parameters = []
+    own_rules = {}
+    for text in names:
+        name, *_ = rules.split(text)
+        without_parameters.append(name)
+        if ":" in name or "." in name:
+            own_rules[name] = rules.find(name)
+    return without_parameters, own_rules
+
+
+def _known_names(what: str, names: Sequence[str], table: Rows) -> list[str]:
+    """The names, with those of a table in place of a word that is a part of them; others are as they were."""
+    known: list[str] = []
+    for row in table:
+        known += row[0].split()
+    result = []
+    for name in names:
+        parts = []
+        if len(name) > 2:
+            parts = [each for each in known if name.lower() in each.lower()]
+        if what == "presets" and name not in known:
+            presets.require_covered("preset", name)
+            parts += [preset.name for preset in presets.ENTRIES if name in preset.families]
+        result += [name] if name in known or not parts else [part.strip("()") for part in parts]
+    return result
+
+
+def _about_presets(names: Sequence[str]) -> str:
+    """With names, how to try each preset on a bundled network; without, the samplers that are no presets."""
+    if not names:
+        cannot = f"These samplers cannot be scored, so they are no presets: {', '.join(presets.REFUSED)}."
+        return f"{cannot} With NAME, their reasons, and how to try the rule of a preset on a bundled network."
+    lines = ["To try the same rule on a bundled network:"]
+    for name in dict.fromkeys(names):
+        model_args = presets.find(name).for_demo
+        lines.append(f"{INDENT}lm-eval-duel run demo-mdm --model_args {model_args} --tasks sotu --limit 2")
+    return "\n".join(lines)
 
 
 def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows]:

@@ -7,15 +7,8 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.console.command_line import (
-    FAILED,
-    PROGRAM,
-    WRONG,
-    errors_as_exit_codes,
-    plain_table,
-    print_on_any_console,
-    process,
-)
+from lm_eval_duel.console.command_line import plain_table
+from lm_eval_duel.console.exits import FAILED, PROGRAM, WRONG, errors_as_exit_codes, print_on_any_console, process
 from lm_eval_duel.errors import UsageError, documentation, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
@@ -57,8 +50,8 @@ usage: {PROGRAM} COMMAND ...
 {textwrap.indent(listed, "  ")}
 
 {PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.
-Exit codes: 0 on success, 1 if the command failed, 2 if an argument is wrong; of `audit`, 1 if something differs, 2 if
-an argument is wrong or it could not be done, and 3 if it could check nothing.
+Exit codes: 0 done, 1 begun and failed, 2 not begun (an argument, a path, a checkpoint or a data set is wrong), 130
+stopped by Ctrl-C. Of `audit`: 0 PASS, 1 FAIL, 2 whatever kept it from a verdict, 3 nothing could be checked.
 Documentation: {documentation()}
 
 example:

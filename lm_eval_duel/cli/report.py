@@ -25,8 +25,9 @@ files. Intervals need samples: run lm_eval with --log_samples.
 def main(arguments: Sequence[str]) -> None:
     """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
-    files.earlier(options.out)
-    report = collect(options)
+    with usage():
+        files.earlier(options.out)
+        report = collect(options)
     others = {"index.html": page.html(report, options.title)} if options.page else {}
     written = write(report, options.out, options.figures, options.width, others)
     print(console(report), f"wrote to {options.out}: {', '.join(written)}", sep="\n")

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import unique_keys
-from lm_eval_duel.console.command_line import FLAGS, be_quiet
+from lm_eval_duel.arguments import at_home, unique_keys
+from lm_eval_duel.console.command_line import FLAGS, be_quiet, read_pairs
 from lm_eval_duel.errors import UsageError, documentation, nearest, require_known, usage
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.autoload import register
@@ -104,8 +104,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
     pairs: list[tuple[str, Any]] = []
     if name:
         pairs.append(("pretrained", FLAGS["NAME"].read("NAME", name)))
-    for text in ours.model_args:
-        pairs += FLAGS["model_args"].read("--model_args", text).items()
+    pairs += read_pairs("model_args", ours.model_args).items()
     given = unique_keys(pairs)
     if ours.model in (None, *MODELS):
         Options.parse(given)
@@ -167,6 +166,10 @@ def _complete(args: argparse.Namespace) -> None:
     folders = args.include_path or config.get("include_path") or []
     if isinstance(folders, str):
         folders = [folders]
+    for key in ("output_path", "use_cache"):
+        place = getattr(args, key, None)
+        if place:
+            setattr(args, key, at_home(place))
     args.include_path = named.with_our_tasks(FLAGS["include_path"].read("--include_path", each) for each in folders)
     _take_texts(args)
 
@@ -182,6 +185,8 @@ def _take_texts(args: argparse.Namespace) -> None:
         else:
             others.append(name)
     if not texts:
+        if args.tasks:
+            args.tasks = ",".join(others)
         return
     metadata = getattr(args, "metadata", None) or {}
     if "files" in metadata:

@@ -1,23 +1,15 @@
-"""The parts that all commands share: the JSON and the tables that they write, their flags, and how they end.
-
-Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
-transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line. `audit` ends with 1 only if
-something differs: whatever keeps it from a verdict is 2.
-"""
+"""The parts that all commands share: the JSON and the tables that they write, and their flags."""
 
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
 import re
 import sys
-import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,14 +23,16 @@ from lm_eval_duel.arguments import (
     TRUTH,
     Argument,
     ArgumentType,
+    at_home,
     choice,
     number,
-    string,
+    path,
     unique_keys,
 )
+from lm_eval_duel.console.exits import PROGRAM
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.demo import model_hint
-from lm_eval_duel.errors import DuelError, UsageError, about_file, documentation, unknown, usage
+from lm_eval_duel.errors import DuelError, UsageError, documentation, unknown, usage
 
 REASONS = {
     math.inf: "infinite: a text has probability 0, or the number is too large",
@@ -151,105 +145,8 @@ def is_numeric(cells: Iterable[str]) -> bool:
 # ---------------------------------------------------------------- commands
 
 
-PROGRAM = "lm-eval-duel"
 FIGURES = ("png", "svg", "pdf")
 WIDTHS = 3.0, 30.0  # inches of a figure
-FAILED = 1
-WRONG = 2
-INTERRUPTED = 130  # as a shell reports SIGINT
-UNREAD = 141  # as a shell reports SIGPIPE
-NO_MEMORY = (  # in the RuntimeError that torch raises
-    "out of memory",
-    "can't allocate memory",
-    "Storage size calculation overflowed",
-)
-
-
-def process() -> tuple[int, int]:
-    """(number of this process, how many there are) in a launch by torchrun or accelerate; (0, 1) without one."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes < 2:
-        return 0, 1
-    return int(os.environ.get("RANK", "0")), processes
-
-
-class Exit(SystemExit):
-    """The end of a command. `code` is the exit status; its text is the message, which has been printed."""
-
-    def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code = code
-
-
-PLAIN = {"≤": "<=", "≥": ">=", "±": "+-", "\u2212": "-", "→": "->", "…": "...", "“": '"', "”": '"'}
-
-
-def print_on_any_console() -> None:
-    """Let stdout and stderr print every text: a character that the console's encoding lacks is replaced.
-
-    Our signs get an ASCII form (`≤` becomes `<=`), other characters become `?`. Nothing changes on a UTF-8 console, and
-    files are always UTF-8.
-    """
-    codecs.register_error(PROGRAM, _replace)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=PROGRAM)
-
-
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    """The replacement of characters that cannot be encoded, and where to go on, as `codecs.register_error` wants."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(PLAIN.get(character, "?") for character in lacking), error.end
-
-
-@contextlib.contextmanager
-def errors_as_exit_codes(own: bool = True, failed: int = FAILED) -> Iterator[None]:
-    """Turn the errors of a command into one line on stderr and an exit code.
-
-    `own`: the command is this package's, so an OSError concerns a file that the user named. In lm_eval's own command it
-    may come from anywhere, and keeps its traceback. `failed`: the exit code of a command that could not do its work,
-    with a traceback, too, for which Python's is 1.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except DuelError as error:
-        stop(WRONG if isinstance(error, UsageError) else failed, str(error))
-    except KeyboardInterrupt:
-        stop(INTERRUPTED, "stopped.")
-    except BrokenPipeError:  # the reader has closed the pipe, as in `list args | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise Exit(UNREAD, "") from None
-    except OSError as error:
-        if not own:
-            raise
-        stop(failed, about_file(error))
-    except Exception as error:
-        if own and _is_of_memory(error):
-            first_line, _, _ = str(error).strip().partition("\n")
-            stop(failed, f"Not enough memory. {first_line}".strip())
-        if failed == FAILED:  # which is Python's own exit code after a traceback
-            raise
-        traceback.print_exc()
-        raise Exit(failed, f"{PROGRAM}: {error!r}") from None
-
-
-def _is_of_memory(error: Exception) -> bool:
-    if isinstance(error, RuntimeError):
-        return any(words in str(error) for words in NO_MEMORY)
-    return isinstance(error, MemoryError)
-
-
-def stop(code: int, message: str) -> NoReturn:
-    """End a command with one line on stderr and an exit code."""
-    handles_an_error = sys.exc_info()[0] is not None
-    if handles_an_error and os.environ.get("LMEVAL_LOG_LEVEL", "").upper() == "DEBUG":
-        traceback.print_exc()
-    message = f"{PROGRAM}: {message}"
-    print(message, file=sys.stderr, flush=True)
-    raise Exit(code, message) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +155,7 @@ class Flag(Argument):
 
     many: bool = False  # several values, separated by spaces
     alone: str | None = None  # the value of a flag that is given without one
+    continues: bool = False  # words key=value behind its value belong to it, too: as lm-eval reads them
     shows: str = ""  # what stands for the value in --help; the name in capitals if empty
 
 
@@ -265,10 +163,10 @@ def is_writable_folder(name: str) -> bool:
     """True for a folder, or one that can be made: below the nearest folder that exists."""
     if not name:
         return False
-    path = Path(name).absolute()
-    while not os.path.lexists(path):
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    folder = Path(name).absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _is_writable_file(name: str) -> bool:
@@ -285,6 +183,7 @@ def _is_name_alone(text: str) -> bool:
     return bool(text) and (re.search(r",\w+=", text) is None or os.path.lexists(text))
 
 
+PAIR = re.compile(r"[A-Za-z_]\w*=|\{")  # the start of a word that is key=value, or a JSON object
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -315,7 +214,7 @@ def _value(text: str) -> Any:
 
 
 def _names(text: str) -> list[str]:
-    return list(filter(None, map(str.strip, text.split(","))))
+    return [at_home(name.strip()) for name in text.split(",") if name.strip()]
 
 
 def _model_args(text: str) -> dict[str, Any]:
@@ -329,11 +228,11 @@ STDOUT = "-"
 NOTHING_GIVEN = (None, "")
 KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
 NAMES = ArgumentType("names, separated by commas", _names)
-PATH = string("a path", bool)
-MODEL_NAME = string("a folder, a hub name or a bundled name; its model args go to --model_args", _is_name_alone)
-EXISTING = string("a folder that exists", lambda name: Path(name).is_dir())
-FOLDER = string("a folder that can be written to; it is created if it does not exist", is_writable_folder)
-FILE = string("a file that can be written, in a folder that exists", _is_writable_file)
+PATH = path("a path")
+MODEL_NAME = path("a folder, a hub name or a bundled name; its model args go to --model_args", _is_name_alone)
+EXISTING = path("a folder that exists", lambda name: Path(name).is_dir())
+FOLDER = path("a folder that can be written to; it is created if it does not exist", is_writable_folder)
+FILE = path("a file that can be written, in a folder that exists", _is_writable_file)
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
     "NAME": Flag(MODEL_NAME, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
@@ -341,6 +240,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
         dataclasses.replace(KEY_VALUES, convert=_model_args),
         {},
         "as for lm_eval: pretrained=NAME,rule=greedy,block=32, or NAME,rule=greedy,...",
+        continues=True,
     ),
     "device": Flag(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one"),
     "batch_size": Flag(TEXT, "auto", "rows of max_length in a network call"),
@@ -348,7 +248,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
     "include_path": Flag(EXISTING, None, "a folder of your own task files", shows="DIR"),
     "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
-    "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
+    "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=...", continues=True),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the table of docs/"),
@@ -400,6 +300,8 @@ class Parser(argparse.ArgumentParser):
             elif flag.alone or (positional and not must):
                 words["nargs"] = "?"
                 words["const"] = flag.alone
+            if flag.continues:
+                words["action"] = "append"
             if not positional:
                 words["required"] = must
         self.add_argument(name.lower() if positional else f"--{name}", **words)
@@ -418,18 +320,33 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _all_spelled(self, words: Sequence[str]) -> list[str]:
-        """The command line with flags as they were declared; raises UsageError for an unknown or repeated one."""
-        spelled = list(words)
+        """The command line with flags as they were declared, and `--model_args a=1 b=2` as two of them.
+
+        Raises UsageError for an unknown or repeated flag.
+        """
+        spelled: list[str] = []
         given = set()
+        continued = ""  # the flag to which a word key=value belongs
+        awaits_value = False
         for n, word in enumerate(words):
             if word == "--":
-                break
+                return [*spelled, *words[n:]]
             if word.startswith("--"):
-                spelled[n] = self._spelled(word)
-                flag, _, _ = spelled[n].partition("=")
+                word = self._spelled(word)
+                flag, equals, _ = word.partition("=")
                 if flag in given:
                     self.error(f"{flag} is given twice")
                 given.add(flag)
+                declaration = self.flags.get(flag.removeprefix("--"))
+                continued = flag if declaration is not None and declaration.continues else ""
+                awaits_value = not equals
+            elif awaits_value:
+                awaits_value = False
+            elif continued and PAIR.match(word):
+                spelled.append(continued)
+            else:
+                continued = ""
+            spelled.append(word)
         return spelled
 
     def _spelled(self, word: str) -> str:
@@ -470,9 +387,22 @@ def _read(name: str, flag: Flag, written: Any) -> Any:
     shown = name if name.isupper() else f"--{name}"
     if flag.many:
         return _read_several(shown, flag, written or [])
+    if flag.continues:
+        return flag.default if written is None else read_pairs(name, written)
     if flag.kind is TRUTH:
         return written
     return flag.default if written is None else flag.read(shown, written)
+
+
+def read_pairs(name: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The dict of a flag such as --model_args, of which lm-eval takes several texts.
+
+    Raises DuelError for a key that is given twice.
+    """
+    pairs: list[tuple[str, Any]] = []
+    for text in texts:
+        pairs += FLAGS[name].read(f"--{name}", text).items()
+    return unique_keys(pairs)
 
 
 def _read_several(shown: str, flag: Flag, written: Sequence[str]) -> list[Any]:

@@ -46,7 +46,8 @@ class Prompt(NamedTuple):
 def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
     """The text of each request, from the response cache or generated now. Equal settings are generated together."""
     batch = Batch.from_requests(requests)
-    prompts = _prompts(evaluation, batch)
+    of_texts = fingerprint.digest(generation_spec(evaluation))
+    prompts = _prompts(evaluation, batch, of_texts)
     texts = _kept_texts(evaluation, prompts)
     remaining = [n for n in range(len(prompts)) if n not in texts]
     groups: dict[Generator, list[int]] = {}
@@ -60,7 +61,7 @@ def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
             "run is of estimator=%s, and says nothing about them",
             sampler.rule,
             sampler.block,
-            fingerprint.digest(generation_spec(evaluation)),
+            of_texts,
             evaluation.estimator.name,
         )
     tokens = [len(prompt.window.target) for prompt in prompts]
@@ -102,15 +103,15 @@ def _kept_texts(evaluation: Evaluation, prompts: Sequence[Prompt]) -> dict[int, 
     return texts
 
 
-def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
-    """The prompt of each request; raises DuelError, with the request's name, for a wrong setting or prompt."""
+def _prompts(evaluation: Evaluation, batch: Batch, of_texts: str) -> list[Prompt]:
+    """The prompt of each request; raises DuelError, with the request's name, for a wrong setting or prompt.
+
+    `of_texts`: the fingerprint of generated texts, which is part of the keys of a response cache.
+    """
     generators: dict[Settings, Generator] = {}
     prompts: list[Prompt] = []
     tasks_of: dict[str, list[str]] = {}  # of each warning: the tasks that it is about
     cut_before = evaluation.text.cut_contexts
-    spec = ""  # it is part of the keys of a response cache
-    if evaluation.store is not None:
-        spec = fingerprint.digest(generation_spec(evaluation))
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
@@ -125,7 +126,7 @@ def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
         for note in generator.notes:
             tasks_of.setdefault(note, []).append(str(request.task_name))
         draw = [str(key)] if settings.temperature else []
-        cache_key = request_key("generate_until", request.args, spec, *draw)
+        cache_key = request_key("generate_until", request.args, of_texts, *draw)
         prompts.append(Prompt(generator, repeat, window, key, cache_key))
 
     for note, tasks in tasks_of.items():

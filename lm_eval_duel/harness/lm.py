@@ -12,7 +12,7 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.filters import tie_warning
-from lm_eval_duel.errors import DuelError, unchained
+from lm_eval_duel.errors import DuelError, unchained, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches, stats
 from lm_eval_duel.harness.distributed import Ranks
@@ -37,10 +37,11 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and its bounds and baselines.
 
-    Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
+    Takes the model args of `Options`; raises UsageError for a wrong one before the checkpoint is read, and for a
+    checkpoint that cannot be scored with them.
     """
 
-    @unchained()
+    @usage()
     def __init__(self, **arguments: Any):
         super().__init__()
         patches.in_lm_evals_command()  # first: it decides how an error of the next line is printed

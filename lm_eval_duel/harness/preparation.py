@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lm_eval_duel.console.command_line import FLAGS, is_writable_folder, key_values, process
-from lm_eval_duel.errors import DuelError, UsageError, first_line, naming, usage
+from lm_eval_duel.console.command_line import FLAGS, is_writable_folder, key_values
+from lm_eval_duel.console.exits import process
+from lm_eval_duel.errors import DuelError, UsageError, naming, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.store import require_same_args
 from lm_eval_duel.options import Options, with_lm_evals_flags
+from lm_eval_duel.tasks import named
 from lm_eval_duel.text.generation import Settings
 from lm_eval_duel.text.loading import require_loadable
 from lm_eval_duel.text.text import TextEncoder, find_chat_template
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
 CONTINUATIONS = ("loglikelihood", "multiple_choice")  # tasks that ask for the likelihood of a text after another one
 
 
+@usage()
 def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
-    """Load the tasks, which `manager` then hands to lm-eval; raises DuelError for what would end the run later."""
+    """Load the tasks, which `manager` then hands to lm-eval; raises UsageError for what would end the run later."""
     patches.in_lm_evals_command()
     patches.without_our_advice()
     _check_arguments(config)
@@ -59,12 +62,8 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
             require_same_args(file, options)
 
     _seed(config.seed or ())
-    try:
+    with named.loading():
         loaded = manager.load(config.tasks)
-    except DuelError:
-        raise
-    except Exception as error:  # of a data set, its script or a task's own code
-        raise DuelError(f"The tasks cannot be loaded: {first_line(error)}") from error
     for task in loaded["tasks"].values():
         _require_answers(task, options.estimator)
         settings = _generation_settings(task, config.gen_kwargs)
@@ -73,7 +72,6 @@ def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
     _hand_over(manager, loaded)
 
 
-@usage()
 def _check_arguments(config: EvaluatorConfig) -> None:
     """Raise UsageError for arguments of lm-eval that it takes, and fails over once a model is loaded or has scored."""
     if not config.tasks:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, first_line, require_known
 from lm_eval_duel.tasks import files as copies
 
 CONVERTED = "refs/convert/parquet"  # the branch with the hub's conversion of repositories that have loading scripts
@@ -161,16 +161,25 @@ def source(name: str, data_dir: str | None = None) -> str:
     """
     corpus = find(name)
     if data_dir:
-        return _local(name, corpus, Path(data_dir).expanduser())
+        return _local(name, corpus, Path(data_dir))
     from huggingface_hub import hf_hub_download
 
     try:
         return hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
     except Exception as error:  # of the hub client: no connection, no file, no permission
         raise DuelError(
-            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
-            f'{str(error).splitlines()[0]} Use a local copy with --metadata \'{{"data_dir": "<folder>"}}\'.'
+            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
+            f"{first_line(error).rstrip('.')}. {needs_hub()} Or name a folder with a local copy: --metadata "
+            "data_dir=FOLDER."
         ) from None
+
+
+def needs_hub() -> str:
+    """A sentence on what a data set of the hub needs."""
+    from huggingface_hub import constants
+
+    offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    return f"A data set of the hub needs a connection or a cached copy{offline}."
 
 
 def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lm_eval_duel.arguments import at_home
 from lm_eval_duel.demo import model_hint
 from lm_eval_duel.errors import DuelError, counted, nearest, unknown
 
@@ -73,7 +74,7 @@ def find(patterns: Sequence[str]) -> list[Path]:
 
 def _matches(pattern: str) -> list[Path]:
     """The files of one name, pattern or folder; raises DuelError if there are none."""
-    path = Path(pattern)
+    path = Path(at_home(pattern))
     if (path / SPLITS).exists():
         splits = ", ".join(sorted(str(file.parent) for file in path.glob(f"*/{SAVED}")))
         raise DuelError(f"{pattern} holds several splits of a data set; name one of them: {splits}.")
@@ -83,7 +84,7 @@ def _matches(pattern: str) -> list[Path]:
     else:
         files = [path]
         if not path.exists():  # first, because a name may hold the characters of a pattern
-            files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+            files = [Path(name) for name in sorted(glob.glob(at_home(pattern), recursive=True))]
         wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
     if not files:
         raise DuelError(f"{pattern} matches no file; name {wanted}.{model_hint([pattern])}")
@@ -92,7 +93,7 @@ def _matches(pattern: str) -> list[Path]:
 
 def left_out(pattern: str) -> str:
     """A sentence on what a folder holds besides its files of text; empty if there is nothing else."""
-    folder = Path(pattern)
+    folder = Path(at_home(pattern))
     if not folder.is_dir() or (folder / SAVED).exists():
         return ""
     names = []

@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.errors import NEAR, DuelError, about_file, nearest, unknown
-from lm_eval_duel.tasks import files
+from lm_eval_duel.arguments import at_home
+from lm_eval_duel.errors import NEAR, DuelError, UsageError, about_file, first_line, nearest, unknown
+from lm_eval_duel.tasks import corpora, files
 from lm_eval_duel.tasks.data import task_files, task_folder
 
 if TYPE_CHECKING:
@@ -52,12 +53,37 @@ def load(
     tasks: list[Task] = []
     for together, settings in calls:
         manager = task_manager(together, settings, include_path)
-        tasks += manager.load(together)["tasks"].values()
+        with loading():
+            tasks += manager.load(together)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
     return tasks
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Turn any error of a data set, its script or a task's own code into a UsageError that says what to do."""
+    try:
+        yield
+    except DuelError as error:
+        raise UsageError(str(error)) from None
+    except Exception as error:
+        raise UsageError(f"The tasks cannot be loaded: {first_line(error)}{_about_the_hub(error)}") from error
+
+
+def _about_the_hub(error: Exception) -> str:
+    """Sentences on what a data set of the hub needs, if the error may come from there; else an empty text."""
+    words = str(error).lower()
+    is_of_the_hub = isinstance(error, ConnectionError) or "hub" in words or "offline" in words
+    if not is_of_the_hub:
+        return ""
+    end = "" if str(error).strip().endswith(".") else "."
+    return (
+        f"{end} {corpora.needs_hub()} The tasks sotu, sotu_full and sotu_choice come with this package, and duel_text "
+        "scores your own files."
+    )
 
 
 def task_manager(
@@ -153,7 +179,7 @@ def split(tasks: str | Sequence[str]) -> list[str]:
     if isinstance(tasks, str):
         tasks = [tasks]
     for text in tasks:
-        names += text.split(",")
+        names += map(at_home, text.split(","))
     return names
 
 

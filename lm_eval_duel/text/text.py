@@ -250,11 +250,11 @@ class TextEncoder:
     def prompt(self, before: str | Ids, length: int, after: str | Ids = "") -> Window:
         """The window of `length` positions to generate; its target is a placeholder. What does not fit is truncated.
 
-        Raises DuelError if `length` alone is too long.
+        Raises UsageError if `length` alone is too long.
         """
         capacity = target_capacity(self.denoiser.max_length, self.prefix, self.suffix)
         if length > capacity:
-            raise DuelError(
+            raise UsageError(
                 f"{length} positions to generate do not fit a row of max_length={self.denoiser.max_length} ({capacity} "
                 "positions besides special tokens). Generate fewer (length of Duel.sample, max_new_tokens of generate, "
                 "or max_gen_toks in the harness's gen_kwargs), or raise max_length if the network allows it."

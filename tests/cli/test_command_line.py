@@ -1,8 +1,9 @@
-"""Commands end with one line and an exit code: 2 for a wrong argument, before anything heavy is imported; 1 otherwise.
+"""Commands end with one line and an exit code. A wrong argument is one before anything heavy is imported.
 
 What is measured are specs, not times: which modules a refused command has imported, its exit code, its lines on stderr.
 """
 
+import copy
 import importlib
 import json
 import os
@@ -14,16 +15,16 @@ import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
 
-from lm_eval_duel.arguments import declared
+from lm_eval_duel.arguments import MISSING, TEXT
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
 from lm_eval_duel.cli.listing import TABLES
-from lm_eval_duel.console import command_line
-from lm_eval_duel.console.command_line import Exit, Parser, errors_as_exit_codes
+from lm_eval_duel.console import command_line, exits
+from lm_eval_duel.console.command_line import PATH, Flag, Parser
+from lm_eval_duel.console.exits import Exit, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.options import model_of
-from lm_eval_duel.rules import RULES, presets
+from lm_eval_duel.options import model_args_of, model_of
 from lm_eval_duel.tasks import named as tasks_named
 from lm_eval_duel.tasks import task_folder
 
@@ -34,7 +35,7 @@ def refused(*words):
     """The message of a command that is refused in this process; it must be a wrong argument."""
     with pytest.raises(Exit) as ended:
         program.main(list(words))
-    assert ended.value.code == command_line.WRONG, ended.value
+    assert ended.value.code == exits.WRONG, ended.value
     return str(ended.value)
 
 
@@ -53,7 +54,7 @@ TYPOS = [
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
     (["score", "a.txt", "--lines", "demo-bd"], "unrecognized arguments: demo-bd. A model is named by --model_args."),
-    (["score", "a.txt", "--model_args", "demo-bd", "rule=margin"], "--model_args NAME,rule=margin"),
+    (["score", "a.txt", "--model_args", "demo-bd", "rule=gredy"], "Did you mean greedy?"),
     (["score", "pretrained=demo-bd"], "--model_args NAME,rule=margin"),
     (["score", "a.txt", "--model_args", "demo-bd", "--compare", "rule=margin block=2"], "rule=margin,block=2"),
     (["inspect", "demo-mdm", "--files", "nosuch.txt"], "nosuch.txt matches no file"),
@@ -174,7 +175,7 @@ def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
 def test_a_reader_that_left_is_no_error():
     code = (
         "import os, sys; sys.stdout = os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')\n"
-        "from lm_eval_duel.console.command_line import errors_as_exit_codes\n"
+        "from lm_eval_duel.console.exits import errors_as_exit_codes\n"
         "with errors_as_exit_codes():\n    raise BrokenPipeError(32, 'Broken pipe')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -186,7 +187,7 @@ def test_a_reader_that_left_is_no_error():
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "shift_jis"])
 def test_a_console_shows_what_its_encoding_can(encoding):
     """Each character that it lacks is replaced, none ends the command."""
-    code = "from lm_eval_duel.console.command_line import *; print_on_any_console(); print('≤ 1 ± 2 \\ud83d ア')"
+    code = "from lm_eval_duel.console.exits import *; print_on_any_console(); print('≤ 1 ± 2 \\ud83d ア')"
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
     shown = {"cp1252": "<= 1 ± 2 ? ?", "ascii": "<= 1 +- 2 ? ?", "shift_jis": "<= 1 ± 2 ? ア"}
@@ -296,16 +297,38 @@ def test_model_args_behind_a_name_are_sent_to_their_flag(name):
 
 
 def test_the_model_is_named_alike_in_every_command():
+    expected = {"pretrained": "demo-bd", "block": 4, "rule": "margin"}
     for words in (
-        ["demo-bd", "--model_args", "block=4"],
-        ["--model_args=demo-bd,block=4"],
-        ["--model_args", '{"pretrained": "demo-bd", "block": 4}'],
+        ["demo-bd", "--model_args", "block=4,rule=margin"],
+        ["demo-bd", "--model_args", "block=4", "rule=margin"],
+        ["--model_args=demo-bd,block=4,rule=margin"],
+        ["--model_args", "demo-bd", "block=4", "rule=margin"],
+        ["--model_args", "pretrained=demo-bd", '{"block": 4, "rule": "margin"}'],
+        ["--model_args", '{"pretrained": "demo-bd", "block": 4}', "rule=margin"],
     ):
         flags = Parser("x", "", "", "", *MODEL).parse_args(words)
-        assert model_of(flags) == {"pretrained": "demo-bd", "block": 4, "device": None, "batch_size": "auto"}
-        assert flags.model_args == {"pretrained": "demo-bd", "block": 4}
-        _, model_args_of_run = run._named(words)
-        assert json.loads(model_args_of_run) == {"pretrained": "demo-bd", "block": 4}
+        before = copy.deepcopy(vars(flags))
+        assert model_of(flags) == {**expected, "device": None, "batch_size": "auto"}
+        assert model_args_of(flags) == expected
+        assert vars(flags) == before
+        *_, model_args_of_run = run._named(words)
+        assert json.loads(model_args_of_run) == expected
+
+
+def test_words_behind_model_args_that_are_no_model_args_are_what_they_were():
+    """A file or a name may follow them, and so may those that another flag takes."""
+    own = {"FILE": Flag(PATH, MISSING, "", many=True), "compare": Flag(TEXT, None, "", many=True)}
+    parser = Parser("x", "", "", "", "model_args", "metadata", **own)
+    given = vars(parser.parse_args(["--model_args", "demo-bd", "block=4", "a.txt", "./b=c.txt"]))
+    assert given["model_args"] == {"pretrained": "demo-bd", "block": 4}
+    assert given["file"] == ["a.txt", "./b=c.txt"]
+
+    of_models = ["--model_args", "demo-bd", "--compare", "rule=greedy", "k=2"]
+    words = ["a.txt", "--metadata", "lines=true", "rows=3", *of_models]
+    given = vars(parser.parse_args(words))
+    assert given["metadata"] == {"lines": True, "rows": 3}
+    assert given["model_args"] == {"pretrained": "demo-bd"}
+    assert given["compare"] == ["rule=greedy", "k=2"]
 
 
 # ---------------------------------------------------------------- run
@@ -391,31 +414,6 @@ def test_list_alone_prints_what_there_is_to_list(capsys):
     program.main(["list"])
     names = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert set(TABLES) <= names
-
-
-def test_a_rule_is_listed_with_its_parameters(capsys):
-    program.main(["list", "rules", "klass"])
-
-    names = []
-    for line in capsys.readouterr().out.splitlines():
-        if line and not line.startswith(" "):
-            names.append(line.split()[0])
-    assert names == ["klass", *declared(RULES["klass"])]
-
-
-def test_presets_are_listed_with_their_model_args(capsys):
-    program.main(["list", "presets"])
-    printed = " ".join(capsys.readouterr().out.split())
-    for preset in presets.ENTRIES:
-        assert preset.name in printed
-        assert preset.written_out in printed
-
-    program.main(["list", "presets", "llada2", "llada"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "From ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
-    assert "dparallel" not in printed
-
-    assert "Did you mean llada2" in refused("list", "presets", "lada2")
 
 
 def test_a_reader_that_stops_reading_is_no_error():

@@ -9,8 +9,9 @@ import pytest
 
 from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH, whole
 from lm_eval_duel.cli import main as program
-from lm_eval_duel.console import command_line
-from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser, errors_as_exit_codes
+from lm_eval_duel.console import command_line, exits
+from lm_eval_duel.console.command_line import FLAGS, Flag, Parser
+from lm_eval_duel.console.exits import Exit, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
 
 # ---------------------------------------------------------------- JSON
@@ -277,7 +278,7 @@ def test_processes(size, rank, expected, monkeypatch):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert command_line.process() == expected
+    assert exits.process() == expected
 
 
 @pytest.mark.parametrize("name", program.COMMANDS)
@@ -312,7 +313,7 @@ def test_what_a_command_raises_is_its_own_but_in_lm_evals(name, monkeypatch):
     else:
         with pytest.raises(Exit) as ended:
             program.main([name])
-        assert ended.value.code == (command_line.WRONG if name == "audit" else command_line.FAILED)
+        assert ended.value.code == (exits.WRONG if name == "audit" else exits.FAILED)
         assert "x" in str(ended.value)
 
 
@@ -339,7 +340,7 @@ def test_versions_are_those_that_numbers_depend_on(capsys, monkeypatch):
 @pytest.mark.parametrize("own", [True, False])
 def test_errors_of_memory(error, code, own, monkeypatch):
     """In lm-eval's command, too, Ctrl-C and a reader that left are ends; an error of memory keeps its traceback."""
-    monkeypatch.setattr(command_line.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(exits.os, "dup2", lambda *_: None)
     keeps_its_traceback = code is None or (not own and code == 1)
 
     if keeps_its_traceback:

@@ -14,8 +14,9 @@ import lm_eval_duel
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.cli import audit, audited_run, generate, inspect, report, score
 from lm_eval_duel.cli.main import main as command
-from lm_eval_duel.console import command_line
-from lm_eval_duel.console.command_line import Exit, Parser
+from lm_eval_duel.console import exits
+from lm_eval_duel.console.command_line import Parser
+from lm_eval_duel.console.exits import Exit
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.results import figures, traced
@@ -399,7 +400,7 @@ def test_texts_that_were_drawn_before_an_interrupt_are_written(place, monkeypatc
     with pytest.raises(Exit) as ended:
         command(["generate", "--prompt", "a", "b", "c", "d", "--out", "out.jsonl"])
 
-    assert ended.value.code == command_line.INTERRUPTED
+    assert ended.value.code == exits.INTERRUPTED
     third, fourth = lines_of(place / "out.jsonl")
     assert third["prompt"] == 2
     assert third["context"] == "c"

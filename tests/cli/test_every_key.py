@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from results import documents, ours
 
-from lm_eval_duel.cli import score
+from lm_eval_duel.cli import score, scored
 from lm_eval_duel.console.command_line import STDOUT
 from lm_eval_duel.core.scores import Kind, Value
 from lm_eval_duel.errors import DuelError
@@ -48,9 +48,9 @@ def model(folder, name, value=None, tokens=TOKENS):
         words = len(text.split())
         size = len(text.encode())
         unknown = n % 2
-        lines.append(score.Line(f"t.txt:{n}", stats.key_of(text), Value(nats, **value), count, words, size, unknown))
+        lines.append(scored.Line(f"t.txt:{n}", stats.key_of(text), Value(nats, **value), count, words, size, unknown))
     error = ERROR if value else None
-    return score.ScoredModel(info, estimator, lines, score._total(lines, error))
+    return scored.ScoredModel(info, estimator, lines, scored._total(lines, error))
 
 
 def written(folder, models):
@@ -130,18 +130,20 @@ def check_difference(pair, name):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_every_model_has_its_own_entries(order, tmp_path):
+def test_every_model_has_its_own_entries(order, tmp_path, capsys):
     """Its documents, its total and its difference to the first, whichever is better and however they are called."""
     names = ["middle", *order]
     models = [model(tmp_path, name) for name in names]
 
     content, table = written(tmp_path, models)
 
+    first_table, *_ = capsys.readouterr().out.split("\n\n")
+    assert [row.split()[0] for row in first_table.splitlines()[1:]] == names  # as the command names them
     entries = [content, *content["compared"]]
     assert [entry["pretrained"] for entry in entries] == names
     assert [line["model"] for line in table] == np.repeat(names, COUNT).tolist()
-    for entry, scored in zip(entries, models, strict=True):
-        check_scores(entry, scored)
+    for entry, each in zip(entries, models, strict=True):
+        check_scores(entry, each)
     for entry, name in zip(content["compared"], order, strict=True):
         check_difference(entry["difference"], name)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_eval_duel.audit.checked import ALONE, RUNS_RULE, CheckedWindow, Recomputed
-from lm_eval_duel.cli import audit, audited_run, generate, inspect, run, score, timing
+from lm_eval_duel.cli import audit, audited_run, generate, inspect, run, scored, timing
 from lm_eval_duel.cli.audited_run import Audit
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Kind, Score, Value
@@ -295,7 +295,7 @@ def test_the_company_of_audited_texts():
 
 
 def line(nats, tokens, words, size, **value):
-    return score.Line("d", "k", Value(nats, **value), tokens, words, size, 0)
+    return scored.Line("d", "k", Value(nats, **value), tokens, words, size, 0)
 
 
 def test_figures_of_a_document():
@@ -317,14 +317,14 @@ def test_figures_of_a_document():
 
 def test_the_error_over_documents_is_that_of_a_ratio():
     lines = [line(-6.0, 3, 2, 8), line(-10.0, 4, 3, 9), line(-3.0, 2, 1, 5)]
-    total = score._total(lines, 0.25)
+    total = scored._total(lines, 0.25)
     assert total.value.nats == -19.0
     assert total.value.error == 0.25
     assert total.tokens == 9
     assert total.words == 6
     assert total.bytes == 22
 
-    model = score.ScoredModel({}, "duel", lines, total)
+    model = scored.ScoredModel({}, "duel", lines, total)
     rate = 19.0 / 22
     squares = (6.0 - rate * 8) ** 2 + (10.0 - rate * 9) ** 2 + (3.0 - rate * 5) ** 2
     assert model.documents_stderr == pytest.approx(math.sqrt(3 / 2 * squares) / 22 / math.log(2))
@@ -333,8 +333,8 @@ def test_the_error_over_documents_is_that_of_a_ratio():
 
 def test_a_bound_of_the_perplexity_from_above_is_one_of_the_log_probability_from_below():
     bound = Value(-2.5, 0.5, Kind.UPPER_BOUND)
-    assert score._log_prob(bound, True) == "≥ -2.50 ± 0.50"
-    assert score._log_prob(Value(-2.5), True) == "-2.50 ± ?"
+    assert scored._log_prob(bound, True) == "≥ -2.50 ± 0.50"
+    assert scored._log_prob(Value(-2.5), True) == "-2.50 ± ?"
 
 
 def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):

@@ -14,7 +14,7 @@ import tiny
 from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
-from lm_eval_duel.cli import score
+from lm_eval_duel.cli import comparison, score, scored
 from lm_eval_duel.cli.main import main as command
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.core.scores import Value
@@ -394,7 +394,7 @@ def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folde
 
     printed = run(str(texts), "--lines", "--model_args", model, "--compare", "rule=margin", capsys=capsys)
 
-    assert (score.TO_A_VERDICT in printed) == is_told
+    assert (comparison.TO_A_VERDICT in printed) == is_told
     of_intervals = printed.count(f"{distinct} distinct document") - printed.count("no verdict from")
     assert of_intervals == is_told, "intervals and verdicts have one rule"
 
@@ -453,8 +453,32 @@ def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
     for n, model in enumerate((greedy, margin, greedy_again), 1):
         [line] = [line for line in printed.splitlines() if line.startswith(f"model {n}: ")]
         assert line.endswith(model["fingerprint"])
-    assert margin["difference"]["verdict"] != score.SAME_MODEL
-    assert greedy_again["difference"]["verdict"] == score.SAME_MODEL
+    assert margin["difference"]["verdict"] != comparison.SAME_MODEL
+    assert "model 2 differs from model 1 in rule: margin:k=1 (model 1: greedy:k=1)" in printed.splitlines()
+    assert "model 3 differs" not in printed
+    assert greedy_again["difference"]["verdict"] == comparison.SAME_MODEL
+
+
+def test_rows_stand_in_the_order_of_the_command(folder, texts, tmp_path, capsys):
+    """Whichever value is lower; and every setting in which a model differs from the first is named with both values."""
+    models = ["temperature=1.5", "bos=none", "temperature=4", "rule=margin,max_length=7"]
+    more = ("--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(tmp_path / "out.json"))
+
+    printed = run(texts, *more, "--compare", *models, capsys=capsys)
+
+    first = json.loads((tmp_path / "out.json").read_text())
+    values = [model["total"]["bits_per_byte"] for model in (first, *first["compared"])]
+    rows = printed.split("\n\n")[0].splitlines()[1:]
+    assert values not in (sorted(values), sorted(values, reverse=True))
+    for row, value in zip(rows, values, strict=True):
+        assert float(row.split()[-1]) == pytest.approx(value, abs=1e-3)
+    for n, model in enumerate(first["compared"], 2):
+        differing = {key for key in first["spec"] | model["spec"] if first["spec"].get(key) != model["spec"].get(key)}
+        [line] = [line for line in printed.splitlines() if line.startswith(f"model {n} differs from model 1 in ")]
+        for key in differing:
+            of_first = first["spec"].get(key, "not set")
+            assert f"{key}: {model['spec'].get(key, 'not set')} (model 1: {of_first})" in line
+        assert line.count("(model 1: ") == len(differing)
 
 
 @pytest.mark.slow
@@ -473,8 +497,8 @@ def test_two_samplers_of_one_estimator_are_told_apart():
     described = set()
     for name in ("sdar-static", "sdar-dynamic"):
         spec = {key: str(value) for key, value in presets.find(name).arguments.items()}
-        line = score.Line("total", "", Value(-3.0), 1, 1, 1, 0)
+        line = scored.Line("total", "", Value(-3.0), 1, 1, 1, 0)
         info = {"spec": spec, "fingerprint": "", "duel": {"pretrained": "sdar"}}
-        [first, *_] = score.ScoredModel(info, spec["estimator"], [line], line)._about()
+        [first, *_] = scored.ScoredModel(info, spec["estimator"], [line], line)._about()
         described.add(first)
     assert len(described) == 2
