@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from lm_eval_duel.arguments import MISSING, Argument, Arguments, declared
@@ -57,6 +57,15 @@ def keywords_of(record: type[Arguments], names: Iterable[str] | None = None) -> 
             default = inspect.Parameter.empty
         keyword = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
         keywords.append(keyword)
+    return keywords
+
+
+def passed_on(function: Callable[..., Any], without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """The keyword-only parameters of a function, for one that passes its `**arguments` on to it."""
+    keywords = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in without:
+            keywords.append(parameter)
     return keywords
 
 

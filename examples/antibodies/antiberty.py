@@ -122,15 +122,20 @@ def report(chains: list[str], nats: list[dict[str, float]]) -> None:
     )
     for name, values in table.items():
         value, low, high = with_interval(antibodies, lambda a, v=values: math.exp(-v[a].sum() / lengths[a].sum()))
-        drawn = f"  Monte Carlo error {value * error:.3f}" if name == "ELBO" else ""
-        print(f"  {name:14}{value:7.3f}  [{low:.3f}, {high:.3f}]{drawn}")
+        is_bound = name == "ELBO"  # of the log-likelihood from below, so of the perplexity from above
+        sign = "≤" if is_bound else " "
+        drawn = f"  upper bound, Monte Carlo error {value * error:.3f}" if is_bound else ""
+        print(f"  {name:13}{sign}{value:7.3f}  [{low:.3f}, {high:.3f}]{drawn}")
 
     print("\nNats a residue above left to right, paired, and the antibodies that are above it")
     for name, values in table.items():
         gain = values - table["left_to_right"]  # (A, 2)
         value, low, high = with_interval(antibodies, lambda a, g=gain: g[a].sum() / lengths[a].sum())
         if name != "left_to_right":
-            print(f"  {name:14}{value:+7.3f}  [{low:+.3f}, {high:+.3f}]  {(gain.sum(1) > 0).sum()} of {antibodies}")
+            sign = "≥" if name == "ELBO" else " "
+            print(
+                f"  {name:13}{sign}{value:+7.3f}  [{low:+.3f}, {high:+.3f}]  {(gain.sum(1) > 0).sum()} of {antibodies}"
+            )
 
     print("\nRanks by nats a residue, against those by the pseudo-log-likelihood; pairs of chains that change places")
     pairs = list(itertools.combinations(range(antibodies), 2))

@@ -3,7 +3,8 @@
 python examples/training/train.py [FIGURE.png]
 
 Prints, as the network learns, bits per byte of held-out texts under two rules and the ELBO, each with the paired
-difference from the score before. The texts are the same, so the error of the difference is far smaller.
+difference from the score before. The texts are the same, so the error of the difference is far smaller. The ELBO bounds
+the log-likelihood from below, so its bits per byte are an upper bound, printed with ≤ and its Monte Carlo error.
 """
 
 import argparse
@@ -33,12 +34,15 @@ WAYS = {  # what is scored: arguments of `Duel.from_model`
 class Point(NamedTuple):
     """The score of the held-out texts at one step, in bits per byte.
 
+    `bound`: the value is an upper bound. `error`: its Monte Carlo standard error; None: nothing is drawn.
     `change`: from the step scored before, with its 95 % interval over texts; None at the first.
     """
 
     step: int
     way: str
     value: float
+    bound: bool
+    error: float | None
     change: tuple[float, float, float] | None = None
 
 
@@ -101,12 +105,17 @@ def train(steps: int = 600, every: int = 100) -> Iterator[Point]:
             for way, arguments in WAYS.items():
                 duel = Duel.from_model(model, tokenizer, self_tests=step > 0, **arguments)
                 scores = duel.score(texts)
-                bits = sum(score.bits_per_byte * len(score.text.encode()) for score in scores)
-                value = bits / sum(len(text.encode()) for text in texts)
+                nats_per_bit = math.log(2)
+                size = sum(len(text.encode()) for text in texts)
+                value = -sum(score.log_prob for score in scores) / nats_per_bit / size
+                error = None
+                if scores[0].stderr is not None:
+                    # the draws of different texts are independent
+                    error = math.hypot(*(score.stderr for score in scores)) / nats_per_bit / size
                 if way in before:
                     paired = compare(scores, before[way], unit="byte")  # nats
-                    change = tuple(nats / math.log(2) for nats in (paired.difference, *paired.interval))
-                yield Point(step, way, value, change if way in before else None)
+                    change = tuple(nats / nats_per_bit for nats in (paired.difference, *paired.interval))
+                yield Point(step, way, value, scores[0].bound, error, change if way in before else None)
                 before[way] = scores
         starts = torch.randint(len(ids) - ROW, (64, 1))
         loss = loss_of(model.train(), ids[starts + torch.arange(ROW)], tokenizer.mask_token_id)
@@ -126,9 +135,10 @@ def draw(points: list[Point], file: str) -> None:
         curve = [point for point in points if point.way == way]
         changes = [point.change or (0.0, 0.0, 0.0) for point in curve]
         errors = [[change - low for change, low, _ in changes], [high - change for change, _, high in changes]]
-        axes.errorbar(
-            [point.step for point in curve], [point.value for point in curve], errors, marker="o", capsize=3, label=way
-        )
+        steps = [point.step for point in curve]
+        values = [point.value for point in curve]
+        label = f"{way} (upper bound)" if curve[0].bound else way
+        axes.errorbar(steps, values, errors, marker="o", capsize=3, label=label)
     axes.set(xlabel="step", ylabel="bits per byte of held-out texts")
     axes.legend()
     figure.savefig(file, dpi=150)
@@ -143,15 +153,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def line_of(point: Point) -> str:
+    """The line of a point. An upper bound has its sign, and what is drawn its error."""
+    sign = "≤ " if point.bound else "  "
+    line = f"step {point.step:>4}  {point.way:<13}  {sign}{point.value:.3f}"
+    if point.error is not None:
+        line += f" ± {point.error:.3f}"
+    line += " bits per byte"
+    if point.change is not None:
+        line += "  change {:+.3f} (95 % interval {:+.3f} to {:+.3f})".format(*point.change)
+    return line
+
+
 def main(options: argparse.Namespace) -> None:
     """Print the scores as the network learns, and draw them."""
     points = []
     for point in train(options.steps, options.every):
         points.append(point)
-        line = f"step {point.step:>4}  {point.way:<13}  {point.value:.3f} bits per byte"
-        if point.change is not None:
-            line += "  change {:+.3f} (95 % interval {:+.3f} to {:+.3f})".format(*point.change)
-        print(line, flush=True)
+        print(line_of(point), flush=True)
     draw(points, options.figure)
 
 

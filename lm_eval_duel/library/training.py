@@ -10,7 +10,7 @@ import bisect
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,10 +20,12 @@ from lm_eval_duel.arguments import COUNT, RAW, Argument
 from lm_eval_duel.core.scores import ratio
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, LoadOptions
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, documentation, require_known
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
+from lm_eval_duel.keywords import passed_on, shows
 from lm_eval_duel.library.duel import Block, Duel
+from lm_eval_duel.library.ids import network_listing
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import parse
 
@@ -60,6 +62,7 @@ UNLABELLED = (
 )
 
 
+@shows(passed_on(Duel.from_model, without=NOT_ARGUMENTS), network_listing(IN_MEMORY_ARGUMENTS))
 def training_metrics(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -77,9 +80,10 @@ def training_metrics(
         duel/greedy/bits_per_byte           -sum log2 p(text) / sum of UTF-8 bytes
         duel/greedy/bits_per_byte_stderr    over texts (ratio of sums, delta method); with two texts or more
 
-    Arguments that define another number are part of the name: "greedy,block=8", "greedy,cache=dual,temperature=0.7".
-    Arguments that describe the network are not (attention, family, mask_token_id, shift_logits), nor are `texts` and
-    `token_budget`, which choose what is scored: keep them the same to compare numbers.
+    These are values of the samplers themselves, no bounds. Arguments that define another number are part of the name:
+    "greedy,block=8", "greedy,cache=dual,temperature=0.7". Arguments that describe the network are not (attention,
+    family, mask_token_id, shift_logits), nor are `texts` and `token_budget`, which choose what is scored: keep them the
+    same to compare numbers.
 
     If torch.distributed is initialized, every rank must call this. Each scores a share of the texts, and all get the
     same numbers. An error on one rank is raised on all.
@@ -158,19 +162,28 @@ def check_arguments(
     rules: Any = ("greedy",),
     sample: float | None = None,
     token_budget: int | None = None,
+    *,
+    caller: str = "training_metrics",
+    keywords: Collection[str] = (),
     **arguments: Any,
 ) -> list[str]:
     """Check the arguments, and return the parts of the metrics' names besides the rule, such as "block=8".
+
+    Args:
+        texts, rules, sample, token_budget, arguments: As in `training_metrics`.
+        caller: The function that was called, for errors.
+        keywords: Those that it takes besides.
 
     Raises:
         DuelError: For arguments of `training_metrics` that are wrong for every network.
     """
     from lm_eval_duel.denoisers import in_memory
 
-    for what, values in (("texts", texts), ("rules", rules)):
-        if isinstance(values, str) or not len(values):
-            came = f"the text {values!r}" if isinstance(values, str) else "none"
-            raise DuelError(f"training_metrics takes a list of {what}, with at least one; got {came}.")
+    _require_list(caller, "texts", texts)
+    _require_list(caller, "rules", rules)
+    for n, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DuelError(f"{caller} takes a list of texts; number {n} is of the class {type(text).__name__}.")
     for rule in rules:
         parse(rule)
     names = {
@@ -186,10 +199,10 @@ def check_arguments(
         )
     if estimator is not None:
         raise DuelError(
-            "training_metrics has no argument 'estimator': it scores the sampler of each rule. For another one, call "
+            f"{caller} has no argument 'estimator': it scores the sampler of each rule. For another one, call "
             f"Duel.from_model(model, tokenizer, estimator={estimator!r}).score(texts)."
         )
-    require_known("argument", arguments, names - NOT_ARGUMENTS, "of training_metrics")
+    require_known("argument", arguments, (names - NOT_ARGUMENTS) | {*keywords}, f"of {caller}")
     qualifiers = []
     if sample is not None:
         TwoPhaseArguments(sample)
@@ -215,6 +228,19 @@ def check_arguments(
     return qualifiers
 
 
+def _require_list(caller: str, what: str, values: Any) -> None:
+    """Raise DuelError unless the texts or rules are a list, or something like one, that is not empty."""
+    if isinstance(values, str):
+        came = f"the text {values!r}"
+    elif not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+        came = f"a {type(values).__name__}"
+    elif not len(values):
+        came = "none"
+    else:
+        return
+    raise DuelError(f"{caller} takes a list of {what}, with at least one; got {came}.")
+
+
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
     """Count the tokens (positions of rows) that the network evaluates to score `texts`, at most, without running it.
 
@@ -229,6 +255,10 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     Raises:
         DuelError: If the estimator is another one, or a text cannot be scored.
     """
+    if not isinstance(duel, Duel):
+        raise DuelError(
+            f"planned_tokens takes a Duel, such as Duel.from_model(model, tokenizer); got a {type(duel).__name__}."
+        )
     rule = duel.rule
     if rule is None or duel.estimator.name != "duel":
         raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")
@@ -246,6 +276,23 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     return int(cost.sum_over(layouts, count).token_rows)
 
 
+def _require_trainer(trainer: Any) -> None:
+    """Raise DuelError unless this is a Trainer, of which `DuelCallback` needs these attributes."""
+    needed = ("args", "model", "control", "log", "processing_class")
+    if all(hasattr(trainer, name) for name in needed) and hasattr(trainer.args, "eval_strategy"):
+        return
+    got = "nothing"
+    if isinstance(trainer, type):
+        got = f"the class {trainer.__name__}"
+    elif trainer is not None:
+        got = f"a {type(trainer).__name__}"
+    raise DuelError(
+        "DuelCallback needs a Trainer of transformers, through which it logs: "
+        f"trainer.add_callback(DuelCallback(trainer, texts, every=500)); got {got}. In another loop (Lightning, "
+        f"accelerate, your own), log training_metrics(model, tokenizer, texts) ({documentation('training.md')})."
+    )
+
+
 class DuelCallback:
     """A callback of transformers' Trainer that logs `training_metrics` through the Trainer (wandb, TensorBoard, ...).
 
@@ -253,7 +300,7 @@ class DuelCallback:
 
     Args:
         trainer: The Trainer, whose model is scored.
-        texts, rules, block, sample, token_budget, name, arguments: As in `training_metrics`.
+        texts, rules, block, sample, token_budget, name, arguments: As in `training_metrics`. Texts are needed.
         every: Steps between two scores, besides the Trainer's evaluations. None: only at its evaluations.
         tokenizer: The tokenizer. None: the Trainer's processing class.
 
@@ -262,17 +309,19 @@ class DuelCallback:
             that is refused, ends the training.
     """
 
+    @shows(passed_on(training_metrics))
     def __init__(
         self,
-        trainer: Any,
-        texts: Sequence[str],
+        trainer: Any = None,
+        texts: Sequence[str] = (),
         *,
         every: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Any,
     ):
+        _require_trainer(trainer)
         COUNT("every", every)
-        check_arguments(texts, **arguments)
+        check_arguments(texts, caller="DuelCallback", keywords=("every", "tokenizer"), **arguments)
         strategy = trainer.args.eval_strategy  # an enum of transformers, or its text
         evaluates = str(getattr(strategy, "value", strategy)) != "no"
         if every is None and not evaluates:

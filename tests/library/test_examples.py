@@ -53,6 +53,20 @@ def test_help_runs_nothing(script, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_the_bound_of_the_training_example_has_its_sign_and_its_error():
+    training = example("training/train")
+    lines = {point.way: (point, training.line_of(point)) for point in training.train(steps=0)}
+    for way, (point, line) in lines.items():
+        is_bound = way == "ELBO"
+        assert point.bound == is_bound
+        assert (point.error is not None) == is_bound
+        assert (("≤" in line) and ("±" in line)) == is_bound
+    bound, exact = lines["ELBO"][0], lines["left to right"][0]
+    # an untrained network predicts nearly the same in every order, so the bound is nearly tight
+    assert bound.value == pytest.approx(exact.value, abs=0.01 + 4 * bound.error)
+
+
+@pytest.mark.slow
 def test_grpo_learns():
     grpo = example("grpo/train")
     curve = [step.reward for step in grpo.train(10, grpo.Settings(length=8))]

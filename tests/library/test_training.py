@@ -204,9 +204,28 @@ def test_what_the_callback_refuses(model, tmp_path):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
     with pytest.raises(AttributeError, match="scores"):
         DuelCallback(run, TEXTS, every=2).scores  # noqa: B018
+    for wrong, named in (
+        ({"evry": 2}, "'evry' of DuelCallback.*every"),
+        ({"texts": ["of", None]}, "number 1 .*NoneType"),
+        ({"texts": iter(TEXTS)}, "texts.*iterator"),
+    ):
+        with pytest.raises(DuelError, match=named):
+            DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
     run.processing_class = None
     with pytest.raises(DuelError, match="tokenizer="):
         DuelCallback(run, TEXTS, every=2)
+
+
+@pytest.mark.parametrize("given", [(), (TEXTS,), (None, TEXTS), ("model", TEXTS), (object, TEXTS), (TEXTS, "model")])
+def test_a_callback_without_a_trainer_names_the_call_for_other_loops(given, model):
+    arguments = [model if each == "model" else each for each in given]
+    with pytest.raises(DuelError, match=r"add_callback\(DuelCallback\(trainer.*Lightning.*training_metrics\("):
+        DuelCallback(*arguments, every=2)
+
+
+def test_tokens_are_planned_of_a_duel(model):
+    with pytest.raises(DuelError, match="takes a Duel"):
+        planned_tokens(model, TEXTS)
 
 
 def test_a_network_without_its_tokenizer(model):
