@@ -40,6 +40,7 @@ class Total:
     name: str = ""  # of the value, as in estimator= or a rule
     summed: Value = NOTHING  # without its error, which `stderr` gives
     windows: int = 0
+    filled: int = 0  # windows with scored tokens
     tokens: int = 0  # that are scored
     is_greedy: bool = True  # in all windows
     nfe: int | None = 0  # rule steps; None: more than one order
@@ -81,6 +82,7 @@ class Total:
             name=name,
             summed=score.value.with_nats(score.log_prob),
             windows=1,
+            filled=int(tokens > 0),
             tokens=tokens,
             is_greedy=score.is_greedy,
             nfe=score.nfe,
@@ -108,6 +110,7 @@ class Total:
         else:
             self._begin(other)
         self.windows += other.windows
+        self.filled += other.filled
         self.tokens += other.tokens
         self.is_greedy &= other.is_greedy
         self.nfe = known_sum(self.nfe, other.nfe)
@@ -185,15 +188,15 @@ class Total:
     def window_stderr(self) -> float | None:
         """The standard error of `log_prob` over windows, as a ratio to tokens: how much other such windows would vary.
 
-        sqrt(n / (n - 1) sum over windows of (log_prob - rate tokens)^2), rate = log_prob / tokens of all n windows.
-        None for fewer than two windows, and for an infinite sum.
+        sqrt(n / (n - 1) sum over windows of (log_prob - rate tokens)^2), rate = log_prob / tokens, of the n windows
+        with tokens: an empty one says nothing about others. None for fewer than two of them, and for an infinite sum.
         """
-        if self.windows < 2 or not self.tokens or not math.isfinite(self.log_prob):
+        if self.filled < 2 or not math.isfinite(self.log_prob):
             return None
         rate = self.log_prob / self.tokens
         squared, mixed, tokens_squared = self.squares
         spread = squared - 2 * rate * mixed + rate**2 * tokens_squared
-        return math.sqrt(max(0.0, spread) * self.windows / (self.windows - 1))
+        return math.sqrt(max(0.0, spread) * self.filled / (self.filled - 1))
 
     @property
     def perplexity(self) -> float:

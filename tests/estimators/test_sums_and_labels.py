@@ -16,7 +16,7 @@ from golden import answer
 from noised_toys import NoisyToy
 from toys import BlockCausal, Causal, CausalPrefix, Toy
 
-from lm_eval_duel.core.scores import Kind, Score
+from lm_eval_duel.core.scores import Kind, Score, ratio
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding
@@ -106,6 +106,28 @@ SUMS = {  # windows with their scores
     "estimates of (2, 0, 0)": [(ONE, estimate(2, 0, 0))],
     "one estimate twice": [(ONE, estimate(9, 6, 5)), (ONE, estimate(9, 6, 5)), (OTHER, estimate(9, 4, 3))],
 }
+
+
+@pytest.mark.parametrize("pairs", [SUMS["two"], SUMS["bounds"], [*SUMS["two"], *SUMS["bounds"]]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_empty_windows_say_nothing_about_other_windows(pairs, count):
+    """The error over windows is that of the ratio of two sums, `ratio`, which leaves empty texts out, too."""
+    with_empty = [*pairs, *[(EMPTY, Score(0.0))] * count]
+    windows, scores = zip(*with_empty, strict=True)
+    total = Total.from_scores(windows, scores, "value")
+    without = Total.from_scores(windows[:-count], scores[:-count], "value")
+    nats = [score.log_prob for score in scores]
+    sizes = [window.scored_tokens for window in windows]
+    _, error = ratio(nats, sizes)
+
+    assert total.windows == len(windows)
+    assert total.window_stderr == pytest.approx(without.window_stderr)
+    assert total.window_stderr == pytest.approx(error * sum(sizes))
+
+
+def test_one_window_among_empty_ones_has_no_error_over_windows():
+    total = Total.from_scores([ONE, EMPTY, EMPTY], [Score(-3.0), Score(0.0), Score(0.0)], "value")
+    assert total.window_stderr is None
 
 
 def test_sums_and_what_is_said_of_them():
