@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from lm_eval_duel.results import gaps
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Pair
+from lm_eval_duel.results.ranks import TIED, is_tied
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
 from lm_eval_duel.results.standings import Standing, Standings
@@ -20,7 +22,7 @@ from lm_eval_duel.rules import adaptive, without_defaults
 
 SHORT = {  # heads of values after the name of a task
     "token_perplexity": "ppl/token",
-    "perplexity": "ppl",
+    "perplexity": "ppl/document",
     "word_perplexity": "ppl/word",
     "byte_perplexity": "ppl/byte",
     "bits_per_byte": "bits/byte",
@@ -152,6 +154,13 @@ SINGLE = (
     "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
     "different."
 )
+WITH_ERRORS = "95 % intervals are over documents, and include the Monte Carlo error of each value."
+ALONE = "± is the Monte Carlo or sampling error alone."
+PLACES = (
+    f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
+    f"row is worse. {TIED.capitalize()}: the interval holds 0."
+)
+WALL_TIME = "wall time of single runs: other programs on the machine change it"
 SIGN = f"Differences are of {MINUS}log p, first {MINUS} second: below 0 the first is better."
 SIGN_OF_COST = f"Costs are of {MINUS}log p, with the cache {MINUS} without it: above 0 the cache makes it worse."
 
@@ -162,6 +171,9 @@ def of_task(task: Comparison) -> Iterator[tuple[str, Table]]:
     if duels:
         yield "gap", gaps_of(duels)
     yield "methods", values(task)
+    ranked = [each for each in task.rows if each.place]
+    if len(ranked) > 1:
+        yield "ranks", places(ranked)
     cached = [each for each in task.rows if each.cache_cost]
     if cached:
         yield "cache", cache_costs(cached)
@@ -175,13 +187,52 @@ def values(task: Comparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
     shown: Columns = {
         **names_of_compared(task.rows),
-        WORDS[task.metric]: marked,
+        WORDS[task.metric]: lambda each: (marked(each), each.row.stderr_reason),
         LEVEL: interval_with_remark,
-        "s.e. (Monte Carlo)": lambda each: (number(each.row.stderr, ".2g"), each.row.stderr_reason),
     }
     if task.metric != "bits_per_byte":
         shown["bits per byte"] = lambda each: value(each.row, "bits_per_byte")
-    return Table.from_records(WORDS[task.metric], task.rows, shown)
+    return Table.from_records(WORDS[task.metric], task.rows, shown, about_errors(task.rows))
+
+
+def about_errors(compared: Sequence[ComparedRow]) -> str:
+    """A sentence on the errors of drawn values; empty if none is drawn."""
+    sentences = []
+    if any(each.interval and each.row.is_drawn for each in compared):
+        sentences.append(WITH_ERRORS)
+    if any(each.row.stderr is not None for each in compared):
+        sentences.append(ALONE)
+    return " ".join(sentences)
+
+
+def places(ranked: Sequence[ComparedRow]) -> Table:
+    """Rank, value, and the paired differences from the next lower value and from the lowest, best first."""
+    best_first = sorted(ranked, key=lambda each: each.row.value)
+    metric = best_first[0].row.metric
+    unit = f"nats per {gaps.unit(metric)}"
+    shown: Columns = {
+        "rank": lambda each: str(each.place.rank),
+        **names_of_compared(best_first),
+        WORDS[metric]: lambda each: value(each.row),
+    }
+    for attribute, title in (("next_lower", "next lower"), ("lowest", "lowest")):
+        pair = operator.attrgetter(f"place.{attribute}")
+        group = f"from the {title}"
+        shown[Head(group, group, unit)] = lambda each, pair=pair: pair(each) and _difference(pair(each))
+        shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = lambda each, pair=pair: pair(each) and interval_of(pair(each))
+        shown[Head(f"{title}: worse?", group, "worse?")] = lambda each, pair=pair: pair(each) and is_worse(pair(each))
+    return Table.from_records(f"Ranks, and paired differences in {unit}", best_first, shown, f"{PLACES} {SINGLE}")
+
+
+def interval_of(pair: Pair) -> str:
+    return span(pair.interval, "+.4f")
+
+
+def is_worse(pair: Pair) -> str:
+    """`yes` if the first row of a pair is worse than the second one, or why that is not known."""
+    if is_tied(pair):
+        return TIED
+    return "yes" if pair.better else pair.verdict
 
 
 def gaps_of(duels: Sequence[ComparedRow]) -> Table:
@@ -215,7 +266,7 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
         "with the cache": lambda each: value(each.row),
         "better": lambda each: _better(each.cache_cost),
         f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
-        LEVEL: lambda each: span(each.cache_cost.interval, "+.4f"),
+        LEVEL: lambda each: interval_of(each.cache_cost),
     }
     return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown, SIGN_OF_COST)
 
@@ -230,8 +281,8 @@ def differences(task: Comparison) -> Table:
     shown[f"first {MINUS} second"] = lambda pair: f" {MINUS} ".join(pair.names)
     shown["better"] = _better
     shown[f"difference, nats per {unit}"] = _difference
-    shown[LEVEL] = lambda pair: span(pair.interval, "+.4f")
-    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, SIGN)
+    shown[LEVEL] = interval_of
+    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, f"{SIGN} {SINGLE}")
 
 
 def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
@@ -391,7 +442,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
         "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
         "whole run, s": lambda cost: (number(cost.time.whole_run, ".1f"), cost.time.remark),
     }
-    return Table.from_records("Cost", costs, shown)
+    return Table.from_records("Cost", costs, shown, f"Times are {WALL_TIME}.")
 
 
 def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import gaps, match, order, rows
+from lm_eval_duel.results import gaps, match, order, ranks, rows
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
+from lm_eval_duel.results.ranks import Place
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, documents_scored
 from lm_eval_duel.results.table import WORDS, Note, number, percent
@@ -43,6 +44,7 @@ class ComparedRow:
     window_stderr: float | None  # over windows, of a value per token without an interval
     about_interval: Note  # why there is none, or that it is from few documents
     best: bool  # the lowest likelihood of its model
+    place: Place | None  # its rank; None for bounds and the oracle
     gap: float | None  # to the baseline
     gap_interval: Interval | None
     closed: GapClosed
@@ -52,17 +54,17 @@ class ComparedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one model, block and cache against NFE. `families`: each rule at several speeds, fastest first."""
+    """The rows of one model, block and cache against NFE, in the order of the task's table.
+
+    `families`: each rule at several speeds, fastest first.
+    """
 
     title: str
+    rows: list[ComparedRow]
     elbo: Row | None
     ar: Row | None
     oracle: Row | None
     families: dict[str, list[ComparedRow]]
-
-    @property
-    def rows(self) -> list[ComparedRow]:
-        return list(itertools.chain.from_iterable(self.families.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Comparison:
         """True if the share that a row closes of a gap is known."""
         return _closes_a_gap(self.rows)
 
+    @property
+    def possible_pairs(self) -> int:
+        """The number of pairs of its rows, those with the oracle left out, as in `choose`."""
+        return math.comb(sum(each.row.score.is_likelihood for each in self.rows), 2)
+
     def pair(self, first: Row, second: Row) -> Pair:
         """The difference of two of its rows."""
         return gaps.pair(first, second, self.draws)
@@ -134,6 +141,7 @@ def task(
 
     draws = gaps.draw(table.rows)
     best = _best(table.rows)
+    places = ranks.places(table.rows, draws)
     shown = []
     described: dict[Row, str] = {}  # each ELBO whose gap is closed, in words
     for row in table.rows:
@@ -153,6 +161,7 @@ def task(
                 window_stderr=None if row in draws else row.window_stderr,
                 about_interval=gaps.about_interval(row, draws),
                 best=row in best,
+                place=places.get(row),
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=gaps.gap_interval(row, ar, draws),
                 closed=closed,
@@ -443,6 +452,7 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
         speeds.append(
             Speeds(
                 title=_title_of(members),
+                rows=members,
                 elbo=elbos[0] if elbos else None,
                 ar=ar,
                 oracle=_oracle(first, shown),

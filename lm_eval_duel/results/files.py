@@ -176,8 +176,14 @@ def comparison(task: Comparison) -> dict[str, Any]:
         numbers[each.row] = n
     rows = []
     for each in task.rows:
-        cache_cost = None if each.cache_cost is None else _pair(each.cache_cost, numbers)
-        rows.append(_row(each) | {"elbo": numbers[each.closed.elbo], "cache_cost": cache_cost})
+        references = {
+            "elbo": numbers[each.closed.elbo],
+            "cache_cost": _pair(each.cache_cost, numbers),
+            "task_rank": each.place and each.place.rank,
+            "next_lower": _pair(each.place and each.place.next_lower, numbers),
+            "lowest": _pair(each.place and each.place.lowest, numbers),
+        }
+        rows.append(_row(each) | references)
     return {
         "metric": task.metric,
         "documents": task.documents,
@@ -200,7 +206,9 @@ def _row(each: ComparedRow) -> dict[str, Any]:
     return entries(row, ROW) | entries(each, COMPARED) | {"stderrs": stderrs}
 
 
-def _pair(pair: Pair, numbers: Mapping[Row | None, int | None]) -> dict[str, Any]:
+def _pair(pair: Pair | None, numbers: Mapping[Row | None, int | None]) -> dict[str, Any] | None:
+    if pair is None:
+        return None
     return {"first": numbers[pair.first], "second": numbers[pair.second]} | entries(pair, PAIR)
 
 
@@ -292,7 +300,9 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             **entries(row, ("metric", "value")),
             **_ends("interval", each.interval),
             **entries(row, ("stderr", "stderr_reason")),
-            **entries(each, ("window_stderr", "reason=about_interval", "gap")),
+            **entries(each, ("window_stderr", "reason=about_interval")),
+            **_places(each),
+            **entries(each, ("gap",)),
             **_ends("gap_interval", each.gap_interval),
             **entries(each, ("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr")),
             **_ends("gap_closed_interval", each.closed.interval),
@@ -304,6 +314,17 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             BITS: row.metrics.get(BITS),
             f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
         }
+
+
+def _places(each: ComparedRow) -> dict[str, Any]:
+    """The rank on the task, and the paired differences from the next lower value and from the lowest."""
+    cells: dict[str, Any] = {"task_rank": each.place and each.place.rank}
+    for name in ("next_lower", "lowest"):
+        pair = each.place and getattr(each.place, name)
+        cells[f"from_{name}"] = pair and pair.difference
+        cells |= _ends(f"from_{name}_interval", pair and pair.interval)
+        cells[f"from_{name}_verdict"] = pair and pair.verdict
+    return cells
 
 
 def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
@@ -327,7 +348,7 @@ def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
-LEFT_OUT = ("trace",)  # model args that change no number, and may name a private folder
+OUTPUT = ("--output_path", "results", "--log_samples")  # without samples, a report has no intervals
 SEPARATORS = ",=\"'{}[] "  # characters that key=value,... cannot have in a key or value
 IN_PYTHON = "no command: the model was made in Python"
 OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
@@ -341,8 +362,9 @@ def commands(method: RankedMethod) -> list[str]:
 def command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
-    It leaves out what changes no number: the device, the batch size, the output folder, the response cache. Raises
-    DuelError that names the file, for an entry that lm_eval does not write.
+    `report` reads what it writes to the same row. It leaves out what changes no number: the device, the batch size, the
+    response cache, and the folders of the results and of a trace, which may be private. Raises DuelError that names the
+    file, for an entry that lm_eval does not write.
     """
     if run.content.get("format") == SCORE:
         return OWN_TEXTS
@@ -357,6 +379,7 @@ def command(run: Run) -> str:
             words.append("--apply_chat_template")
         if instruction := run.content.get("system_instruction"):
             words += ["--system_instruction", str(instruction)]
+        words += OUTPUT
     line = shlex.join(words)
     return line if run.config.ours else f"{line} --include_path {TASK_FOLDER}"
 
@@ -401,9 +424,10 @@ def _joined(arguments: Mapping[str, Any]) -> str:
     kept = {}
     pairs = []
     for key, value in arguments.items():
-        if key not in LEFT_OUT:
-            kept[key] = value
-            pairs.append(f"{key}={value}")
+        if key == "trace":  # the rows of a lattice run have their intervals from it
+            value = re.split(r"[/\\]", str(value))[-1]
+        kept[key] = value
+        pairs.append(f"{key}={value}")
     if all(_is_simple(key, value) for key, value in kept.items()):
         return ",".join(pairs)
     return json.dumps(kept)

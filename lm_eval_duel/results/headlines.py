@@ -33,7 +33,7 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     first = of_model[0].row
     form = form_of(first.metric)
     subject = f"**{escape(first.model)}** on {escape(name)}"
-    if first.metric not in ("token_perplexity", "perplexity"):
+    if first.metric != "token_perplexity":
         subject += f", {WORDS[first.metric]}"
     against = "" if base is None else f" against {number(base.value, form)} for {escape(base.model)}"
     chosen = compare.headline(of_model)

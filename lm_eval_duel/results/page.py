@@ -8,74 +8,39 @@ way into markup. It is for readers: what the person at the console should do is 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import datetime
 import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
-from lm_eval_duel.results import columns, files, published
-from lm_eval_duel.results.compare import ComparedRow, Comparison
-from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
+from lm_eval_duel.errors import counted
+from lm_eval_duel.results import columns, files, gaps, published
+from lm_eval_duel.results.compare import Comparison
+from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of
+from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder, is_limited
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
-from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import WORDS, Cell, Note, Table, number, split
+from lm_eval_duel.results.table import WORDS, Table, number
 
 if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
-HIDDEN = ("source",)  # groups of columns that are hidden until the reader shows them
-HIDDEN_OF_SEVERAL = (*HIDDEN, "bits", "gap", "closed")  # the same with several tasks, which have many columns
-PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
-CLOSE = (
-    f"{UNCLEAR}: the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
-)
-WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
+HIDDEN = ("lowest", "bits", "time", "source")  # groups of columns that are hidden until the reader shows them
+HIDDEN_OF_SEVERAL = (*HIDDEN, "next", "gap", "closed")  # the same with several tasks, which have many columns
+MOST_OPEN = 5  # rows of a table of differences that is not folded
 WIDTH = 140.0  # pixels of a plot
 MARGIN = 9.0
 MOST_TICKS = 5
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the first set with few enough
 STEPS = (1, 2, 5)  # of even ticks
-MOST_PAIRS = 20  # of a task that are shown at once; more are folded
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A head, and the cell of a method below it.
-
-    `group`: of columns that the page can hide together. `below`: the interval that stands below a cell.
-    """
-
-    head: str
-    cell: Callable[[Standing], Cell]
-    group: str = "name"
-    below: Callable[[Standing], str] = lambda row: ""
-
-    @property
-    def classes(self) -> str:
-        """Its classes in style.css and table.js: the group, or for a name the head, and whether it holds numbers."""
-        key = f"g-{self.group}"
-        if self.group == "name":
-            key = f"k-{self.head.replace('#', 'rank')}"
-        return key if self.head in PLAIN else f"{key} number"
-
-
-@dataclasses.dataclass(frozen=True)
-class Remark:
-    """A remark below the table. `groups`: of the columns that refer to it; it is hidden with them."""
-
-    mark: str
-    text: str
-    groups: list[str]
 
 
 def html(report: Report, title: str | None) -> str:
@@ -89,8 +54,11 @@ def html(report: Report, title: str | None) -> str:
     rows: list[Standing] = []
     for _, members in groups:
         rows += members
-    shown = [column for column in columns_of(report) if _is_filled(column, rows)]
-    texts, remarks = _texts(rows, shown)
+    shown = [column for column in columns_of(report) if is_filled(column, rows)]
+    hidden = HIDDEN if len(report.tasks) < 2 else HIDDEN_OF_SEVERAL
+    remarks = remarks_of(rows, shown, hidden)
+    heads = [marked(column.head, column.about, remarks) for column in shown]
+    texts = texts_of(rows, shown, remarks)
     folder = common_folder(report.runs)
     tables_of_others = []
     for source in report.published:
@@ -110,14 +78,14 @@ def html(report: Report, title: str | None) -> str:
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         kinds=_legend(rows),
         switches=_switches(report),
-        hidden=HIDDEN if len(report.tasks) < 2 else HIDDEN_OF_SEVERAL,
+        hidden=hidden,
         columns=shown,
+        heads=heads,
         groups=groups,
         texts=texts,
-        remarks=remarks,
+        remarks=remarks.values(),
         differences=_differences(report),
-        most_pairs=MOST_PAIRS,
-        single=columns.SINGLE,
+        most_open=MOST_OPEN,
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
         published=tables_of_others,
@@ -157,10 +125,10 @@ def about(report: Report) -> str:
         f"{', '.join(_units(report)).capitalize()}: lower is better.",
         f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
     ]
-    if any(task.pairs for task in report.tasks.values()):
+    if any(each.place and each.place.is_tied for task in report.tasks.values() for each in task.rows):
         sentences.append(
-            "Ranks are by value: rows next to each other may not differ. The pairs below say which of those compared "
-            "there do."
+            f"Ranks are by value. A row is called {TIED} if it is not distinguishable from the row with the next lower "
+            "value: the 95 % interval of their paired difference over documents holds 0."
         )
     if report.baselines:
         sentences.append(f"Gaps are to {_baseline_names(report)}.")
@@ -192,6 +160,24 @@ def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}  # in their order
 
 
+def _switches(report: Report) -> dict[str, str]:
+    """The groups of columns that can be hidden, and what each is called."""
+    units = _units(report)
+    return {
+        "mean": "means",
+        "value": units[0] if len(units) == 1 else "perplexities",
+        "next": "difference from the next lower",
+        "lowest": "difference from the lowest",
+        "bits": "bits per byte",
+        "gap": f"gap to {_baseline_names(report)}",
+        "closed": "gap closed",
+        "average": "accuracies and other averages",
+        "cost": "NFE",
+        "time": "time",
+        "source": "provenance",
+    }
+
+
 def notes(report: Report) -> list[str]:
     """The notes for readers, each once; one that does not hold for all tasks says for which it does."""
     tasks_of_notes: dict[str, list[str]] = {}
@@ -217,9 +203,18 @@ def notes(report: Report) -> list[str]:
     return texts
 
 
-def _differences(report: Report) -> dict[str, Table]:
-    """The paired differences of each task that has any, as in report.md."""
-    return {name: columns.differences(task) for name, task in report.tasks.items() if task.pairs}
+def _differences(report: Report) -> list[tuple[str, str, Table]]:
+    """The other paired differences as in report.md: a heading, what the table has, and itself."""
+    tables = []
+    for name, task in report.tasks.items():
+        for kind, table in columns.of_task(task):
+            count = len(table.rows)
+            if kind == "cache":
+                tables.append((f"{name}: {table.title}", counted(count, "row"), table))
+            elif kind == "pairs":
+                title = f"{name}: Further paired differences, nats per {gaps.unit(task.metric)}"
+                tables.append((title, f"{count} of {counted(task.possible_pairs, 'pair')} of rows", table))
+    return tables
 
 
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
@@ -227,143 +222,6 @@ def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     spec = ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items())
     names = ", ".join(os.path.relpath(run.name, folder) for run in method.runs)
     return {"commands": files.commands(method), "spec": spec, "files": names}
-
-
-# ---------------------------------------------------------------- columns
-
-
-def columns_of(report: Report) -> list[Column]:
-    """The columns of the page, empty ones included: of names, means, each task, cost and source."""
-    standings = report.standings
-    names = columns.names_of_rows([row.method.named for row in standings.rows])
-    shown = [Column("#", columns.rank)]
-    names["cache"] = lambda row: row.cache if row.run.has_cache else ""  # which some networks have no argument for
-    for head, cell in names.items():
-        shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))  # bound now: `cell` changes
-    if standings.mean_of:
-        shown.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
-        shown.append(Column("mean rank", columns.mean_rank, "mean"))
-    for of_task in (_value_column, _bits_column, _gap_column, _closed_column):
-        for name, task in report.tasks.items():
-            shown.append(of_task(name, task))
-    for name in report.scored:
-        for metric in columns.metrics_of(name, report.runs):
-            shown.append(_average_column(name, metric))
-    return [
-        *shown,
-        Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
-        Column("seconds per token", lambda row: number(row.method.seconds_per_token, ".2g"), "cost"),
-        Column("device", lambda row: row.method.device, "source"),
-        Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
-        Column("fingerprint", lambda row: row.method.fingerprint, "source"),
-        Column("versions", _versions, "source"),
-        Column("date", lambda row: row.method.date[:10], "source"),
-    ]
-
-
-def _value_column(name: str, task: Comparison) -> Column:
-    head = f"{name} {columns.SHORT[task.metric]}"
-    return Column(head, columns.on_task(name, _value), "value", columns.on_task(name, columns.interval))
-
-
-def _bits_column(name: str, task: Comparison) -> Column:
-    return Column(f"{name} bits/byte", columns.on_task(name, _bits), "bits")
-
-
-def _gap_column(name: str, task: Comparison) -> Column:
-    return Column(f"{name} gap", columns.on_task(name, _gap), "gap", columns.on_task(name, columns.gap_interval))
-
-
-def _closed_column(name: str, task: Comparison) -> Column:
-    """Gaps closed; empty, and so left out, if there is no ELBO to close a gap of."""
-    head = f"{name} gap closed, %"
-    if not any(each.closed.distinguishable is not None for each in task.rows):
-        return Column(head, lambda row: "", "closed")
-    return Column(head, columns.on_task(name, _closed), "closed", columns.on_task(name, columns.closed_interval))
-
-
-def _value(each: ComparedRow) -> Cell:
-    """A value. Its remark says why it has no error or interval, or that its interval is from few documents."""
-    no_error = Note(each.row.stderr_reason)
-    about_interval = each.about_interval
-    if each.interval is None:
-        about_interval = about_interval.after("no interval: ")
-    return columns.value(each.row), Note.joined([no_error, about_interval])
-
-
-def _bits(each: ComparedRow) -> str:
-    """Bits per byte, unless they are the value."""
-    return "" if each.row.metric == "bits_per_byte" else columns.value(each.row, "bits_per_byte")
-
-
-def _gap(each: ComparedRow) -> str:
-    return columns.gap(each.row, each.gap)
-
-
-def _closed(each: ComparedRow) -> Cell:
-    text = columns.closed(each)
-    if text == UNCLEAR:
-        return "unclear", CLOSE  # short: the column is narrow
-    whose_gap = WHOSE_GAP.get(each.closed.of, "") if text else ""
-    return text, Note.joined([Note(whose_gap), each.closed.reason])
-
-
-def _average_column(name: str, metric: str) -> Column:
-    """An average other than a perplexity."""
-
-    def cell(row: Standing) -> Cell:
-        run = row.method.scored.get(name)
-        return "" if run is None else columns.average(run, name, metric)
-
-    return Column(f"{name} {metric}", cell, "average")
-
-
-def _versions(row: Standing) -> str:
-    return ", ".join(f"{name} {version}" for name, version in row.method.versions.items())
-
-
-def _switches(report: Report) -> dict[str, str]:
-    """The groups of columns that can be hidden, and what each is called."""
-    units = _units(report)
-    return {
-        "mean": "means",
-        "value": units[0] if len(units) == 1 else "perplexities",
-        "bits": "bits per byte",
-        "gap": f"gap to {_baseline_names(report)}",
-        "closed": "gap closed",
-        "average": "accuracies and other averages",
-        "cost": "cost",
-        "source": "provenance",
-    }
-
-
-def _is_filled(column: Column, rows: Iterable[Standing]) -> bool:
-    """True if a cell of the column has a text or a remark."""
-    for row in rows:
-        text, note = split(column.cell(row))
-        if text or note.fact:
-            return True
-    return False
-
-
-def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[Standing, list[str]], list[Remark]]:
-    """The text of each cell, and the remarks that their marks refer to."""
-    remarks: dict[str, Remark] = {}
-    texts: dict[Standing, list[str]] = {}
-    for row in rows:
-        texts[row] = []
-        for column in columns:
-            text, note = split(column.cell(row))
-            text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # a line may break before an error only
-            if note.fact:
-                if note.fact not in remarks:
-                    remarks[note.fact] = Remark(f"[{len(remarks) + 1}]", note.fact, [])
-                remark = remarks[note.fact]
-                if column.group not in remark.groups:
-                    remark.groups.append(column.group)
-                text = f"{text}\u00a0{remark.mark}".strip()
-            texts[row].append(text)
-    return texts, list(remarks.values())
 
 
 # ---------------------------------------------------------------- the plot

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.errors import DuelError, counted, usage
 from lm_eval_duel.results import (
     columns,
     compare,
@@ -33,11 +33,7 @@ from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
 
-DRAWN = (
-    "95 % intervals are over documents; for estimates and the ELBO they include the Monte Carlo error of each value. "
-    "± is the Monte Carlo error alone."
-)
-PRINTED = ("methods", "cache", "pairs", "accuracy")  # tables that the command prints
+PRINTED = ("methods", "ranks", "cache", "pairs", "accuracy")  # tables that the command prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +159,17 @@ def _compare_tasks(
             if difference:
                 notes.append(Note(f"{label}: {difference}"))
             tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
-    return tasks, notes
+            notes.append(_other_pairs(label, tasks[label]))
+    return tasks, [note for note in notes if note]
+
+
+def _other_pairs(name: str, task: Comparison) -> Note:
+    """The number of pairs of rows in the table of paired differences, and how to get all; empty if all are there."""
+    count = len(task.pairs)
+    if not 0 < count < task.possible_pairs:
+        return Note()
+    listed = f"{name}: {count} of {counted(task.possible_pairs, 'pair')} of rows are among the paired differences"
+    return Note(advice=f"{listed}; --pairs all lists every pair")
 
 
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
@@ -302,16 +308,11 @@ def _markdown_of_task(
         for table in of_kind:
             yield f"### {escape(table.title)}"
             yield table.markdown()
-        if kind == "pairs":
-            yield columns.SINGLE
     for image in images:
         if image.kind == "rules":
             yield image.markdown(quote)
     yield "### Notes"
-    notes = list(task.notes)
-    if any(each.interval and each.row.is_drawn for each in task.rows):
-        notes.append(DRAWN)
-    yield bullets(notes)
+    yield bullets(task.notes)
 
 
 def console(report: Report) -> str:

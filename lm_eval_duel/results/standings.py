@@ -11,6 +11,7 @@ from typing import Any
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.costs import CACHED, SEES_TARGETS, Time
 from lm_eval_duel.results.order import identity
+from lm_eval_duel.results.ranks import compete, may_rank
 from lm_eval_duel.results.rows import Row, argument, differing_keys, plain_row
 from lm_eval_duel.results.runs import Run
 
@@ -85,10 +86,6 @@ class RankedMethod:
             return None
         value = self.rows[task].row.value
         return value if math.isfinite(value) else None
-
-    def competes_with(self, other: RankedMethod) -> bool:
-        """False for one method of one model given the noise of two seeds: one of several draws is no better method."""
-        return self.named.model != other.named.model or self.named.noise_seed == other.named.noise_seed
 
     # ------------------------------------------------------------ where its results come from
 
@@ -351,12 +348,10 @@ def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, in
     """The ranks of the methods that have one: one more than the number of methods with a lower value."""
     ranks = {}
     for method, value in values.items():
-        score = method.named.score
-        if score.is_bound or score.doubt or value is None:
-            continue  # bounds, and what is neither a likelihood nor a bound, have no rank
-        ranks[method] = 1
+        if value is not None and may_rank(method.named.score):
+            ranks[method] = 1
     for method in ranks:
         for other in ranks:
-            if values[other] < values[method] and method.competes_with(other):
+            if values[other] < values[method] and compete(method.named, other.named):
                 ranks[method] += 1
     return ranks

@@ -176,6 +176,7 @@ def _variance(draws: np.ndarray) -> float:
 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval holds 0
+EQUAL_VALUES = "equal"  # up to float noise
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 90 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
 
@@ -296,7 +297,7 @@ def _undecided(first: Side, second: Side, lower: Side | None, is_equal: bool, te
         if side.value.is_bound and side is not lower:
             return "no verdict: only a bound"
     if is_equal:
-        return "equal"
+        return EQUAL_VALUES
     if texts < FEW:
         return f"no verdict from {counted(texts, 'distinct document')}"
     return UNCLEAR if lower is None else ""

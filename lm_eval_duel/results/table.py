@@ -21,7 +21,7 @@ from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_l
 
 WORDS = {
     "token_perplexity": "perplexity per token",
-    "perplexity": "perplexity",
+    "perplexity": "perplexity per document",
     "word_perplexity": "perplexity per word",
     "byte_perplexity": "perplexity per byte",
     "bits_per_byte": "bits per byte",

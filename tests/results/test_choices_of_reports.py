@@ -14,7 +14,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import compare, gaps, page, published, read, run_summary
+from lm_eval_duel.results import columns, compare, gaps, page, page_columns, published, read, run_summary
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.table import Note, Table
 
@@ -322,18 +322,33 @@ def test_a_remark_belongs_to_all_groups_of_columns_that_refer_to_it():
     def cell(text):
         return lambda row: (text, Note("why"))
 
-    columns = [
-        page.Column("a", cell("1"), "value"),
-        page.Column("b", cell("2"), "gap"),
-        page.Column("c", cell("3"), "gap"),
+    shown = [
+        page_columns.Column("a", cell("1"), "value"),
+        page_columns.Column("b", cell("2"), "gap"),
+        page_columns.Column("c", cell("3"), "gap"),
     ]
 
-    texts, [remark] = page._texts(["row"], columns)
+    remarks = page_columns.remarks_of(["row"], shown, hidden=())
+    texts = page_columns.texts_of(["row"], shown, remarks)
+    [remark] = remarks.values()
 
     assert remark.mark == "[1]"
     assert remark.text == "why"
     assert remark.groups == ["value", "gap"]
     assert texts["row"] == ["1\u00a0[1]", "2\u00a0[1]", "3\u00a0[1]"]
+
+
+def test_remarks_of_hidden_columns_have_the_last_numbers():
+    shown = [
+        page_columns.Column("a", lambda row: "", "hidden", about="on a whole column"),
+        page_columns.Column("b", lambda row: ("", Note(f"on {row}")), "hidden"),
+        page_columns.Column("c", lambda row: ("", Note(f"of {row}")), "shown"),
+    ]
+
+    remarks = page_columns.remarks_of(["x", "y"], shown, {"hidden"})
+
+    assert list(remarks) == ["of x", "of y", "on a whole column", "on x", "on y"]
+    assert [remark.mark for remark in remarks.values()] == ["[1]", "[2]", "[3]", "[4]", "[5]"]
 
 
 @pytest.mark.parametrize("tasks", [("sotu",), ("sotu", "news")])
@@ -349,12 +364,15 @@ def test_columns_of_the_page(tmp_path, tasks):
 
     groups = set(re.findall(r'data-group="(\w+)"', shown))
     checked = set(re.findall(r'data-group="(\w+)" checked', shown))
-    hidden = {"source"} if len(tasks) == 1 else {"source", "bits", "gap", "closed"}
+    hidden = {"lowest", "bits", "time", "source"}
+    if len(tasks) > 1:
+        hidden |= {"next", "gap", "closed"}
     assert groups - checked == hidden
-    assert {"value", "bits", "gap", "closed", "average", "cost", "source"} <= groups
+    assert {"value", "next", "lowest", "bits", "gap", "closed", "average", "cost", "time", "source"} <= groups
+    assert columns.WALL_TIME in shown
 
     [duel] = [row for row in content.standings.rows if row.method.is_duel]
-    cells = {column.head: column.cell(duel) for column in page.columns_of(content)}
+    cells = {column.head: column.cell(duel) for column in page_columns.columns_of(content)}
     for name in tasks:
         row = duel.method.rows[name].row
         assert cells[f"{name} bits/byte"] == f"{row.metrics['bits_per_byte']:.4f}"
@@ -445,10 +463,10 @@ def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, ta
 
     kinds_over_tasks = [kind for name, kind, _ in content.tables() if not name]
     assert "gap_closed" in kinds_over_tasks
-    assert text.count(reports.DRAWN) == 1
+    assert text.count(columns.WITH_ERRORS) == 1
     _, _, from_second = text.partition(f"## {second}")
     section_of_second, _, _ = from_second.partition("\n## ")
-    assert reports.DRAWN not in section_of_second
+    assert columns.WITH_ERRORS not in section_of_second
 
 
 @pytest.mark.parametrize("names", [("a.txt", "a.txt"), ("a.txt", "b.txt"), ("a.txt", None), (None, None)])

@@ -171,7 +171,32 @@ def expected_of(method, task, metric):
         expected["nfe"] = sum(TOKENS[task])
     if model != "AR":
         expected["gap"] = close(value - value_of(metric, task, total_nats(AR, task)))
-    return expected | gap_closed(method, task, metric)
+    return expected | gap_closed(method, task, metric) | place_of(method, task, metric)
+
+
+def compared_with(method, task):
+    """The methods that a row is compared with, under the names of their columns; none for the lowest and for a bound.
+
+    Results have their values, so every method of a task with a lower total is before it.
+    """
+    ranked = sorted((other for other in NATS if other != ELBO), key=lambda other: -total_nats(other, task))
+    if method not in ranked[1:]:
+        return {}
+    return {"next_lower": ranked[ranked.index(method) - 1], "lowest": ranked[0]}
+
+
+def place_of(method, task, metric):
+    """The columns of the rank on a task and of the differences that belong to it."""
+    better = [other for other in NATS if other != ELBO and total_nats(other, task) > total_nats(method, task)]
+    columns = {"task_rank": None if method == ELBO else 1 + len(better)}
+    others = compared_with(method, task)
+    for name in ("next_lower", "lowest"):
+        difference = None
+        if others:
+            lower_rate = -total_nats(others[name], task)
+            difference = close((-total_nats(method, task) - lower_rate) / _units(metric, task))
+        columns[f"from_{name}"] = difference
+    return columns
 
 
 def gap_closed(method, task, metric):
@@ -212,6 +237,12 @@ def interval_ends(method, task, metric):
     if method != AR:
         low, high = extremes(metric, task, gap, method, AR)
         ends |= {"gap_interval_low": close(low), "gap_interval_high": close(high)}
+    for name, other in compared_with(method, task).items():
+        low, high = None, None
+        if other not in STDERRS:  # and has samples
+            low, high = extremes(metric, task, lambda rate, lower: lower - rate, method, other)
+        ends[f"from_{name}_interval_low"] = None if low is None else close(low)
+        ends[f"from_{name}_interval_high"] = None if high is None else close(high)
     return ends
 
 
@@ -339,6 +370,12 @@ def check_row(row, line, task):
     for name in ("interval", "gap_interval", "gap_closed_interval"):
         ends = [read(line[f"{name}_low"]), read(line[f"{name}_high"])]
         assert row[name] == close_or_none(ends), name
+    for name in ("next_lower", "lowest"):
+        pair = row[name] or {"difference": None, "interval": None, "verdict": None}
+        ends = [read(line[f"from_{name}_interval_low"]), read(line[f"from_{name}_interval_high"])]
+        assert pair["difference"] == close_or_none(read(line[f"from_{name}"]))
+        assert pair["interval"] == close_or_none(ends)
+        assert (pair["verdict"] or None) == read(line[f"from_{name}_verdict"])
     assert row["metrics"]["bits_per_byte"] == close(read(line["bits_per_byte"]))
     assert row["stderrs"]["bits_per_byte"] == close_or_none(read(line["bits_per_byte_monte_carlo_stderr"]))
     steps = STEPS.get(method_of(row), {}).get(task)
@@ -354,6 +391,8 @@ def check_references(content, task):
             assert methods[row["elbo"]] == ELBO
         else:
             assert row["elbo"] is None
+        others = {name: methods[row[name]["second"]] for name in ("next_lower", "lowest") if row[name]}
+        assert others == compared_with(method, task)
 
     for pair in content["pairs"]:
         first = methods[pair["first"]]
@@ -393,6 +432,8 @@ def test_every_column_is_recomputed(report):
     """One that is added belongs to a test of this file."""
     checked = set(expected_of(("M", "greedy:k=1"), "sotu", "token_perplexity"))
     checked |= {"interval_low", "interval_high", "gap_interval_low", "gap_interval_high"}
+    for name in ("next_lower", "lowest"):
+        checked |= {f"from_{name}_interval_low", f"from_{name}_interval_high", f"from_{name}_verdict"}
     checked |= {"gap_closed_interval_low", "gap_closed_interval_high", "rank", "mean", "mean_rank"}
     checked |= {"nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date", "dtype", "kind"}
     checked |= {"documents_stderr", "metric", "task", "model", "rule"}

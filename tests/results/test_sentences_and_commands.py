@@ -226,7 +226,8 @@ SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
         ({"n-shot": {"a": 5, "b": 3}}, {"--num_fewshot": None}),
         ({"system_instruction": "be brief"}, {"--system_instruction": "be brief"}),
         ({"chat_template": "x"}, {"--apply_chat_template": ""}),
-        ({"config.model_args": {"pretrained": "M", "k": 2, "trace": "t"}}, {"--model_args": "pretrained=M,k=2"}),
+        ({"config.model_args": {"pretrained": "M", "trace": "/a/t"}}, {"--model_args": "pretrained=M,trace=t"}),
+        ({"config.model_args": {"pretrained": "M", "trace": "C:\\a\\t"}}, {"--model_args": "pretrained=M,trace=t"}),
         ({"config.model_args": {"pretrained": "M", "x": "a,b"}}, {"--model_args": '{"pretrained": "M", "x": "a,b"}'}),
         ({"config.model_args": {"x": "a b", "pretrained": "M"}}, {"--model_args": '{"x": "a b", "pretrained": "M"}'}),
         ({"config.model_args": {"x": [1]}}, {"--model_args": '{"x": [1]}'}),
@@ -248,6 +249,8 @@ def test_the_flags_of_a_command(tmp_path, make, changes, flags):
     else:
         assert words[:3] == ["lm_eval", "--model", "hf"]
         assert "--include_path" in words
+    assert "--log_samples" in words, "without samples, a report has no intervals"
+    assert "--output_path" in words
     for flag, value in flags.items():
         assert (flag in words) == (value is not None)
         if value:

@@ -1,0 +1,248 @@
+"""The columns of the page, and the remarks that their cells and heads refer to."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lm_eval_duel.results import columns, gaps, ranks
+from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO, Pair
+from lm_eval_duel.results.ranks import TIED, Place
+from lm_eval_duel.results.standings import Standing, Standings
+from lm_eval_duel.results.stats import UNCLEAR
+from lm_eval_duel.results.table import MINUS, Cell, Note, number, split
+
+if TYPE_CHECKING:
+    from lm_eval_duel.results.report import Report
+
+PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
+CLOSE = (
+    f"{UNCLEAR}: the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
+)
+WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A head, and the cell of a method below it.
+
+    `group`: of columns that the page can hide together. `below`: the interval that stands below a cell. `about`: a
+    remark on the whole column.
+    """
+
+    head: str
+    cell: Callable[[Standing], Cell]
+    group: str = "name"
+    below: Callable[[Standing], str] = lambda row: ""
+    about: str = ""
+
+    @property
+    def classes(self) -> str:
+        """Its classes in style.css and table.js: the group, or for a name the head, and whether it holds numbers."""
+        key = f"g-{self.group}"
+        if self.group == "name":
+            key = f"k-{self.head.replace('#', 'rank')}"
+        return key if self.head in PLAIN else f"{key} number"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A remark below the table. `groups`: of the columns that refer to it; it is hidden with them."""
+
+    mark: str
+    text: str
+    groups: list[str]
+
+
+# ---------------------------------------------------------------- columns
+
+
+def columns_of(report: Report) -> list[Column]:
+    """The columns of the page, empty ones included: of names, means, each task, cost and source."""
+    standings = report.standings
+    names = columns.names_of_rows([row.method.named for row in standings.rows])
+    shown = [Column("#", columns.rank, below=lambda row: _tie(standings, row))]
+    names["cache"] = lambda row: row.cache if row.run.has_cache else ""  # which some networks have no argument for
+    for head, cell in names.items():
+        shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))  # bound now: `cell` changes
+    if standings.mean_of:
+        shown.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
+        shown.append(Column("mean rank", columns.mean_rank, "mean"))
+    for of_task in (_value_column, _next_lower_column, _lowest_column, _bits_column, _gap_column, _closed_column):
+        for name, task in report.tasks.items():
+            shown.append(of_task(name, task))
+    for name in report.scored:
+        for metric in columns.metrics_of(name, report.runs):
+            shown.append(_average_column(name, metric))
+    return [
+        *shown,
+        Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
+        Column("seconds per token", _seconds, "time", about=columns.WALL_TIME),
+        Column("device", lambda row: row.method.device, "source"),
+        Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
+        Column("fingerprint", lambda row: row.method.fingerprint, "source"),
+        Column("versions", _versions, "source"),
+        Column("date", lambda row: row.method.date[:10], "source"),
+    ]
+
+
+def _value_column(name: str, task: Comparison) -> Column:
+    head = f"{name} {columns.SHORT[task.metric]}"
+    return Column(head, columns.on_task(name, _value), "value", columns.on_task(name, columns.interval))
+
+
+def _next_lower_column(name: str, task: Comparison) -> Column:
+    return _place_column(f"{name} from next lower", "next", name, task, operator.attrgetter("next_lower"))
+
+
+def _lowest_column(name: str, task: Comparison) -> Column:
+    return _place_column(f"{name} from lowest", "lowest", name, task, operator.attrgetter("lowest"))
+
+
+def _place_column(head: str, group: str, name: str, task: Comparison, pair: Callable[[Place], Pair | None]) -> Column:
+    """The paired differences of a task's rows from another row, with the intervals that say which are tied."""
+
+    def cell(each: ComparedRow) -> Cell:
+        compared = pair(each.place) if each.place else None
+        if compared is None:
+            return ""
+        is_decided = compared.better or ranks.is_tied(compared)
+        no_verdict = Note("" if is_decided else compared.verdict)
+        return number(compared.difference, "+.4f"), Note.joined([no_verdict, compared.reason])
+
+    def below(each: ComparedRow) -> str:
+        compared = pair(each.place) if each.place else None
+        if compared is None:
+            return ""
+        tied = f"{TIED}: " if ranks.is_tied(compared) else ""
+        return tied + columns.interval_of(compared)
+
+    differences = f"paired differences of {MINUS}log p over documents, in nats per {gaps.unit(task.metric)}"
+    about = f"{differences}: above 0 the row is worse. {columns.SINGLE}"
+    return Column(head, columns.on_task(name, cell), group, columns.on_task(name, below), about)
+
+
+def _tie(standings: Standings, row: Standing) -> str:
+    """That a row is tied with the next lower one; empty for ranks by a mean, which no interval is known of."""
+    each = row.method.rows.get(standings.by)
+    return TIED if row.rank and each and each.place and each.place.is_tied else ""
+
+
+def _seconds(row: Standing) -> str:
+    return number(row.method.seconds_per_token, ".2g")
+
+
+def _bits_column(name: str, task: Comparison) -> Column:
+    return Column(f"{name} bits/byte", columns.on_task(name, _bits), "bits")
+
+
+def _gap_column(name: str, task: Comparison) -> Column:
+    return Column(f"{name} gap", columns.on_task(name, _gap), "gap", columns.on_task(name, columns.gap_interval))
+
+
+def _closed_column(name: str, task: Comparison) -> Column:
+    """Gaps closed; empty, and so left out, if there is no ELBO to close a gap of."""
+    head = f"{name} gap closed, %"
+    if not any(each.closed.distinguishable is not None for each in task.rows):
+        return Column(head, lambda row: "", "closed")
+    return Column(head, columns.on_task(name, _closed), "closed", columns.on_task(name, columns.closed_interval))
+
+
+def _value(each: ComparedRow) -> Cell:
+    """A value. Its remark says why it has no error or interval, or that its interval is from few documents."""
+    no_error = Note(each.row.stderr_reason)
+    about_interval = each.about_interval
+    if each.interval is None:
+        about_interval = about_interval.after("no interval: ")
+    return columns.value(each.row), Note.joined([no_error, about_interval])
+
+
+def _bits(each: ComparedRow) -> str:
+    """Bits per byte, unless they are the value."""
+    return "" if each.row.metric == "bits_per_byte" else columns.value(each.row, "bits_per_byte")
+
+
+def _gap(each: ComparedRow) -> str:
+    return columns.gap(each.row, each.gap)
+
+
+def _closed(each: ComparedRow) -> Cell:
+    text = columns.closed(each)
+    if text == UNCLEAR:
+        return "unclear", CLOSE  # short: the column is narrow
+    whose_gap = WHOSE_GAP.get(each.closed.of, "") if text else ""
+    return text, Note.joined([Note(whose_gap), each.closed.reason])
+
+
+def _average_column(name: str, metric: str) -> Column:
+    """An average other than a perplexity."""
+
+    def cell(row: Standing) -> Cell:
+        run = row.method.scored.get(name)
+        return "" if run is None else columns.average(run, name, metric)
+
+    return Column(f"{name} {metric}", cell, "average")
+
+
+def _versions(row: Standing) -> str:
+    return ", ".join(f"{name} {version}" for name, version in row.method.versions.items())
+
+
+def is_filled(column: Column, rows: Iterable[Standing]) -> bool:
+    """True if a cell of the column has a text or a remark."""
+    for row in rows:
+        text, note = split(column.cell(row))
+        if text or note.fact:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- remarks
+
+
+def remarks_of(rows: Sequence[Standing], shown: Sequence[Column], hidden: Collection[str]) -> dict[str, Remark]:
+    """The remarks on columns and their cells, each once, by its text.
+
+    They are numbered as they are first referred to. Columns of `hidden` groups come last, so that no number is missing
+    before the reader shows them.
+    """
+    remarks: dict[str, Remark] = {}
+
+    def add(text: str, group: str) -> None:
+        if not text:
+            return
+        remark = remarks.setdefault(text, Remark(f"[{len(remarks) + 1}]", text, []))
+        if group not in remark.groups:
+            remark.groups.append(group)
+
+    for are_hidden in (False, True):
+        some_columns = [column for column in shown if (column.group in hidden) == are_hidden]
+        for column in some_columns:
+            add(column.about, column.group)
+        for row in rows:
+            for column in some_columns:
+                _, note = split(column.cell(row))
+                add(note.fact, column.group)
+    return remarks
+
+
+def marked(text: str, remark: str, remarks: Mapping[str, Remark]) -> str:
+    """A text with the mark of its remark; without one, the text."""
+    return f"{text}\u00a0{remarks[remark].mark}".strip() if remark else text
+
+
+def texts_of(
+    rows: Iterable[Standing], shown: Sequence[Column], remarks: Mapping[str, Remark]
+) -> dict[Standing, list[str]]:
+    """The text of each cell, with the marks of its remarks."""
+    texts: dict[Standing, list[str]] = {}
+    for row in rows:
+        texts[row] = []
+        for column in shown:
+            text, note = split(column.cell(row))
+            text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # a line may break before an error only
+            texts[row].append(marked(text, note.fact, remarks))
+    return texts
