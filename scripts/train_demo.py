@@ -271,7 +271,7 @@ def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Genera
     rest = (1 - v) * (1 + v)
     level = noise.level(t, rest)
     u, token = torch.rand(2, *ids.shape, generator=generator, dtype=torch.float64)  # (B, L) each
-    noisy = noises.draw(noise, level, ids, u, token)  # (B, L)
+    noisy = noises.noisy_tokens(noise, level, ids, u, token)  # (B, L)
 
     sigma = -rest.clamp(NOISE_EPS, 1 - NOISE_EPS).log()  # (B, 1)
     features, _ = model(F.pad(noisy, (1, 0), value=end_id), sigma[:, 0].float())  # (B, 1 + L, D)

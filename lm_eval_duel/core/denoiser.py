@@ -373,10 +373,10 @@ class NoiseView(Evaluator):
         lanes: Lanes,
         noisy: torch.Tensor,
         t: torch.Tensor,
-        before: torch.Tensor | None = None,
+        own_output: torch.Tensor | None = None,
     ) -> Predictions:
         """The predictions at all positions of `lanes`; the arguments are those of `features`."""
-        features = self.features(lanes, noisy, t, before)[lanes.masked_at]  # (C, D)
+        features = self.features(lanes, noisy, t, own_output)[lanes.masked_at]  # (C, D)
         every = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
         return Predictions(
@@ -394,11 +394,11 @@ class NoiseView(Evaluator):
         lanes: Lanes,
         noisy: torch.Tensor,
         t: torch.Tensor,
-        before: torch.Tensor | None = None,
+        own_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) at all columns of `lanes`, which show `noisy` (R, W) at times t (R,).
 
-        `before`: the logits (R, W, V) of the pass before. Only the views of networks with self-conditioning read them.
+        `own_output`: the logits (R, W, V) of an earlier pass. Only networks with self-conditioning read them.
         """
         rows = self.rows
         row = lanes.row

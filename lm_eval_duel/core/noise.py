@@ -42,6 +42,11 @@ class Observed(NamedTuple):
     same: torch.Tensor  # the clean token stands there
     masked: torch.Tensor  # [MASK] stands there
 
+    @classmethod
+    def from_tokens(cls, noisy: torch.Tensor, clean: torch.Tensor) -> Observed:
+        """The effect seen in token indices (R, W), of which -1 is [MASK]."""
+        return cls(noisy == clean, noisy < 0)
+
 
 class Statistics(NamedTuple):
     """Three numbers of r at positions (R, W), float64: log r(x_0), log r(x_t), and sum_v log(1 + r(v) a / u)."""
@@ -308,8 +313,8 @@ def masked_tokens(
     are masked: [MASK] with probability m / (m + K u), else one of the K `tokens` (K,).
     """
     seed, *others = keys
-    drawn = uniform(seed, MASKED_TOKEN, *others) * noise.tokens  # (R, L)
-    shown = tokens[drawn.long().clamp(max=noise.tokens - 1)]  # (R, L)
+    index = (uniform(seed, MASKED_TOKEN, *others) * noise.tokens).long()  # (R, L)
+    shown = tokens[index.clamp(max=noise.tokens - 1)]  # (R, L)
     if mask_id is None:
         return shown
     t = share.double()[:, None]  # (R, 1)
@@ -322,14 +327,14 @@ def masked_tokens(
 # ---------------------------------------------------------------- noisy tokens, and the statistics of a network
 
 
-def draw(
+def noisy_tokens(
     noise: Noise,
     level: Level,
     clean: torch.Tensor,
     u: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
+    """x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
     # u below a: the token stays; from there to a + m: [MASK]; above: a random token
     random = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
     noisy = torch.where(u < level.a + level.m, -1, random)  # (R, W)

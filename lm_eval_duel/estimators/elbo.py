@@ -57,7 +57,7 @@ SHIFT = 2  # key of the random numbers: a replicate's shift
 
 
 class MonteCarloBound(Estimator):
-    """The mean of weighted draws. Subclasses implement `drawn` and `terms`."""
+    """The mean of weighted draws. Subclasses implement `make_draws` and `terms`."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class MonteCarloBound(Estimator):
         return self.samples * len(self.blocks(window))
 
     @abc.abstractmethod
-    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
-        """The lanes to evaluate for draws (R,) of the spans `lanes`."""
+    def make_draws(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> Lanes:
+        """The lanes to evaluate for the draws with these numbers (R,) of the spans `lanes` (R,)."""
 
     @abc.abstractmethod
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted log-probs of drawn lanes (R, W), and their sums in each replicate (R, S)."""
+        """The weighted log-probs of draws (R, W), and their sums in each replicate (R, S)."""
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
@@ -101,11 +101,11 @@ class MonteCarloBound(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)
-        lanes = self._draws(group, sums)
+        lanes = self._every_draw(group, sums)
         yield from self.reveal(group, self.rule_of_draws, lanes, sums)
         yield from sums.finished()  # windows whose last draws mask nothing
 
-    def _draws(self, group: WindowGroup, sums: BoundAccumulator) -> Iterator[Lanes]:
+    def _every_draw(self, group: WindowGroup, sums: BoundAccumulator) -> Iterator[Lanes]:
         """The lanes of every draw of every span."""
 
         def spans_at_once(room: int) -> int:
@@ -113,20 +113,20 @@ class MonteCarloBound(Estimator):
 
         spans = self.block_spans(group)
         device = group.rows.ids.device
-        every_draw = torch.arange(self.samples, device=device)
+        indices = torch.arange(self.samples, device=device)
         for fresh, room in self.batches(group, spans, spans_at_once, self.rule_of_draws):
             is_short = fresh.masked.shape[1] <= FEW
-            for draws in every_draw.split(self.samples if is_short else room):
-                span = torch.arange(len(fresh), device=device).repeat_interleave(len(draws))  # (R,)
-                lanes = self.drawn(group, fresh.select(span), draws.repeat(len(fresh)))
-                sums.skip(fresh.row, len(draws), lanes.row)
+            for part in indices.split(self.samples if is_short else room):  # the same draws of every span
+                span = torch.arange(len(fresh), device=device).repeat_interleave(len(part))  # (R,)
+                lanes = self.make_draws(group, fresh.select(span), part.repeat(len(fresh)))
+                sums.skip(fresh.row, len(part), lanes.row)
                 if len(lanes):
                     yield lanes
 
-    def strata(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
+    def strata(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> torch.Tensor:
         """The stratified uniform number of each draw, (R,)."""
-        shift = uniform(group.keys[lanes.row], self.draw_seed, SHIFT, draw % self.replicates)  # (R,)
-        stratum = (draw // self.replicates).double() / (self.samples // self.replicates)  # (R,)
+        shift = uniform(group.keys[lanes.row], self.draw_seed, SHIFT, draw_index % self.replicates)  # (R,)
+        stratum = (draw_index // self.replicates).double() / (self.samples // self.replicates)  # (R,)
         # blocks of one window move on by the golden ratio, so that they do not all have few masks in the same draw
         return (shift + stratum + self.block_numbers(lanes).double() * GOLDEN) % 1
 
@@ -263,39 +263,39 @@ class Elbo(MonteCarloBound):
             group = dataclasses.replace(group, opened=opened)
         return super().score_group(group)
 
-    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
+    def make_draws(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> Lanes:
         """The draws that mask something. Equal draws of a span are one lane.
 
         The memory of a lane is its weight in each replicate (R, W, S), the same at every position, and SEDD's noise
         level. Draws that have levels are all different.
         """
-        lanes = self._masked(group, lanes, draw)
+        lanes = self._mask(group, lanes, draw_index)
         weight, *level = lanes.memory  # (R, W) each
-        apart = (draw,) if level else ()  # draws at different levels are different lanes
+        apart = (draw_index,) if level else ()  # draws at different levels are different lanes
         first, number = distinct(lanes.row, lanes.start, lanes.masked, *apart)  # (r,), (R,)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
-        replicate = draw % self.replicates  # (R,)
+        replicate = draw_index % self.replicates  # (R,)
         weights.index_put_((number, replicate), weight[:, 0], accumulate=True)
         kept = lanes.select(first)
         at_positions = weights[:, None].expand(-1, kept.masked.shape[1], -1)  # (r, W, S)
         kept = dataclasses.replace(kept, memory=(at_positions, *kept.memory[1:]))
         return kept.select(kept.masked.any(1))
 
-    def _masked(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
-        """The lanes with the positions of `draw` (R,) masked and the targets at the others.
+    def _mask(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> Lanes:
+        """The lanes with the positions of their draw (R,) masked and the targets at the others.
 
         Their memory is the weight, the same at every position, and SEDD's noise level.
         """
-        t = self._levels(group, lanes, draw)  # (R,)
+        t = self._levels(group, lanes, draw_index)  # (R,)
         window_key = group.keys[lanes.row][:, None]  # (R, 1)
         position = lanes.columns - lanes.origin[:, None]  # (R, W)
-        keys = (window_key, self.draw_seed, POSITIONS, draw[:, None], position)
+        keys = (window_key, self.draw_seed, POSITIONS, draw_index[:, None], position)
         level: tuple[torch.Tensor, ...] = ()
         if self.arguments.elbo_form == "count":
             m = lanes.masked.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,) uniform in 1..m
-            drawn = torch.where(lanes.masked, hashed(*keys), LAST)  # (R, W)
-            order = rank(drawn)  # (R, W) a random permutation of the masked positions
+            hashes = torch.where(lanes.masked, hashed(*keys), LAST)  # (R, W)
+            order = rank(hashes)  # (R, W) a random permutation of the masked positions
             masked = lanes.masked & (order < count[:, None])
             weight = m.double() / count  # (R,)
         else:
@@ -311,10 +311,10 @@ class Elbo(MonteCarloBound):
         shown = lanes.show(group.rows.targets(lanes), masked)
         return dataclasses.replace(shown, memory=memory)
 
-    def _levels(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
+    def _levels(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> torch.Tensor:
         """t of each draw, uniform in (eps, 1); for counts, which have no eps, the share that l is made of, (R,)."""
         eps = self.arguments.elbo_eps
-        return eps + (1 - eps) * self.strata(group, lanes, draw)
+        return eps + (1 - eps) * self.strata(group, lanes, draw_index)
 
     def draws(self, window: Window) -> list[list[tuple[list[int], float | None]]]:
         """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
@@ -322,12 +322,12 @@ class Elbo(MonteCarloBound):
         lanes = group.fresh(self.block_spans(group))
         draws = []
         for number in range(self.samples):
-            draw = torch.full_like(lanes.row, number)
-            masked = self._masked(group, lanes, draw).masked
+            draw_index = torch.full_like(lanes.row, number)
+            masked = self._mask(group, lanes, draw_index).masked
             columns = [lanes.columns[r][masked[r]].tolist() for r in range(len(lanes))]
             levels: list[float | None] = [None] * len(lanes)
             if self.arguments.elbo_form != "count":
-                levels = self._levels(group, lanes, draw).tolist()
+                levels = self._levels(group, lanes, draw_index).tolist()
             draws.append(list(zip(columns, levels, strict=True)))
         return draws
 
@@ -340,7 +340,7 @@ class Elbo(MonteCarloBound):
             log_prob = -score_entropy(level[0], log_prob, step.predictions.log_sum, tokens)
         log_prob = torch.where(lanes.masked, log_prob, 0.0)  # (R, W)
         total = log_prob.sum(1, keepdim=True)  # (R, 1)
-        # where a replicate did not draw these positions its weight is 0, and 0 times an infinite log-prob would be NaN
+        # in a replicate without this draw its weight is 0, and 0 times an infinite log-prob would be NaN
         in_replicate = weight[:, 0]  # (R, S)
         sums = torch.where(in_replicate > 0, total * in_replicate, 0.0)  # (R, S)
         return log_prob * weight.sum(2), sums

@@ -27,6 +27,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Evaluator
+from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores
 from lm_eval_duel.core.windows import Window
@@ -127,10 +128,10 @@ class NoisedElbo(MonteCarloBound):
                 )
         super().check(windows)
 
-    def draw_step(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step from 1 to T of each uniform number in v, and its weight, 1 / (its probability); shaped like v."""
-        last = len(self.step_shares) - 1  # v may exceed the last sum, which rounds to a little less than 1
-        step = torch.searchsorted(self.step_below, v.contiguous(), right=True).clamp(max=last)  # counted from 0
+    def step_from_uniform(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map uniform numbers u to steps from 1 to T, and their weights 1 / p(step); both are shaped like u."""
+        last = len(self.step_shares) - 1  # u may exceed the last sum, which rounds to a little less than 1
+        step = torch.searchsorted(self.step_below, u.contiguous(), right=True).clamp(max=last)  # counted from 0
         return step.double() + 1, 1 / self.step_shares[step]
 
     @property
@@ -142,34 +143,35 @@ class NoisedElbo(MonteCarloBound):
     def score_group(self, group: WindowGroup) -> IndexedScores:
         return super().score_group(dataclasses.replace(group, opened=partial(NoisedView, self)))
 
-    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
+    def make_draws(self, group: WindowGroup, lanes: Lanes, draw_index: torch.Tensor) -> Lanes:
         """Each draw as a lane. Its memory is all that its random numbers depend on, the same at every position."""
-        stratum = self.strata(group, lanes, draw)  # (R,)
+        stratum = self.strata(group, lanes, draw_index)  # (R,)
         window_key = group.keys[lanes.row]  # (R,)
         memory = []
-        for plane in (stratum, window_key, draw):
+        for plane in (stratum, window_key, draw_index):
             memory.append(plane[:, None].expand_as(lanes.masked))  # (R, W)
         return dataclasses.replace(lanes, memory=tuple(memory))
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         nats = cast(NoisedTerms, step.evaluated).nats  # (R, W)
         values = torch.where(step.lanes.masked, nats, 0.0)  # (R, W)
-        _, _, draw = step.lanes.memory  # (R, W)
-        replicate = draw[:, :1] % self.replicates  # (R, 1)
+        _, _, draw_index = step.lanes.memory  # (R, W)
+        replicate = draw_index[:, :1] % self.replicates  # (R, 1)
         sums = values.new_zeros(len(values), self.replicates)  # (R, S)
         return values, sums.scatter_(1, replicate, values.sum(1, keepdim=True))
 
     def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
         """The draws of a window without canvases: s, t, the weight, and the row with noisy targets."""
         group = self.open([window], [0])
-        number = torch.arange(self.samples, device=self.denoiser.device)  # (R,)
+        draw_index = torch.arange(self.samples, device=self.denoiser.device)  # (R,)
         fresh = group.fresh(self.block_spans(group))
-        lanes = self.drawn(group, fresh.select(torch.zeros_like(number)), number)
+        span = torch.zeros_like(draw_index)  # (R,) the only one
+        lanes = self.make_draws(group, fresh.select(span), draw_index)
         view = NoisedView(self, group.rows)
         s, t, rest, weight = view.times(lanes)
         clean = self.token_index[group.rows.targets(lanes)]  # (R, W)
-        noisy = view.noisy(lanes, clean, self.noise.level(t, rest), 0)
-        rows = group.rows.ids[0].repeat(len(number), 1)  # (R, L)
+        noisy = view.add_noise(lanes, clean, self.noise.level(t, rest))
+        rows = group.rows.ids[0].repeat(len(draw_index), 1)  # (R, L)
         rows = rows.scatter(1, lanes.columns, view.ids(noisy))
         return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), rows.tolist(), strict=True))
 
@@ -210,8 +212,22 @@ class NoisedTerms:
         return self.nats[lane].expand(COMPARED, -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class NoisyStep:
+    """One step of some draws from t to s < t: the noisy text at t, and the levels at both times."""
+
+    noisy: torch.Tensor  # (R, W) x_t, as token indices; -1 for [MASK]
+    t: torch.Tensor  # (R, 1)
+    now: noises.Level  # at t
+    before: noises.Level  # at s
+
+
 class NoisedView(Evaluator):
-    """A network opened on a group of rows, as a function from drawn lanes to the terms of the bound."""
+    """A network opened on a group of rows, as a function from drawn lanes to the terms of the bound.
+
+    A term is made in three steps: noise (`times`, `add_noise`), the network's output for it (`predict`), and the
+    statistics of that output which the KL needs (`statistics`, core/noise.py).
+    """
 
     def __init__(self, bound: NoisedElbo, rows: Rows):
         super().__init__(bound.denoiser, rows)
@@ -228,124 +244,137 @@ class NoisedView(Evaluator):
         clean = self.bound.token_index[self.rows.targets(lanes)]  # (R, W)
         follows_path = self.bound.conditioning == "chain"
         try:
-            value = self._chain(lanes, clean) if follows_path else self._step(lanes, clean)
+            value = self._terms_of_path(lanes, clean) if follows_path else self._term_of_step(lanes, clean)
         finally:  # a pass that runs out of memory is counted, too
             self.forwards = self.network.forwards
             self.evaluated = self.network.evaluated
         return NoisedTerms(-value.masked_fill(~lanes.masked, math.nan))
 
-    # ------------------------------------------------------------ draws
-
-    def times(self, lanes: Lanes) -> tuple[torch.Tensor, ...]:
-        """s, t, 1 - t and the weight of draws, (R, 1) each; s = t for infinitely many steps."""
-        stratum, _, _ = lanes.memory  # (R, W)
-        v = stratum[:, :1]  # (R, 1)
-        if self.steps == math.inf:
-            t, rest, weight = self.noise.time_from_uniform(v)
-            return t, t, rest, weight
-        step, weight = self.bound.draw_step(v)
-        t = step / self.steps
-        rest = (self.steps - step) / self.steps  # not 1 - t, which loses digits near t = 1
-        return (step - 1) / self.steps, t, rest, weight
-
-    def noisy(self, lanes: Lanes, clean: torch.Tensor, level: noises.Level, step: int) -> torch.Tensor:
-        """The noisy token indices (R, W) of draws, from the clean ones (R, W). `step`: of a path; 0 without one."""
-        _, key, draw = lanes.memory  # (R, W) each
-        position = lanes.columns - lanes.origin[:, None]  # (R, W)
-        u = uniform(key, self.bound.draw_seed, CHANGE, draw, step, position)  # (R, W)
-        v = uniform(key, self.bound.draw_seed, TOKEN, draw, step, position)  # (R, W)
-        return noises.draw(self.noise, level, clean, u, v)
-
-    def ids(self, noisy: torch.Tensor) -> torch.Tensor:
-        """The ids of noisy token indices (R, W)."""
-        return torch.where(noisy < 0, self.denoiser.mask_id or 0, self.bound.tokens[noisy.clamp(min=0)])
-
-    def _step(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
-        """The term of one step of each draw, nats (R, W)."""
+    def _term_of_step(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
+        """The term of the step that each draw takes, over its probability, nats (R, W)."""
         s, t, rest, weight = self.times(lanes)
         now = self.noise.level(t, rest)
         before = now if self.steps == math.inf else self.noise.level(s, 1 - s)
-        noisy = self.noisy(lanes, clean, now, 0)
-        past = None
-        if self.bound.conditioning == "twice":  # the network's own output for the same x_i
-            past = self._logits(lanes, noisy, t)
-        stats, observed, _ = self._predict(lanes, clean, noisy, now, before, t, past)
-        if self.steps == math.inf:
-            return weight * noises.limit_rate(now, self.noise.rates(t, rest), stats, observed)
-        return weight * noises.step_kl(before, now, stats, observed)
+        step = NoisyStep(self.add_noise(lanes, clean, now), t, now, before)
+        own_output = None
+        if self.bound.conditioning == "twice":  # a first pass over the same x_t, without any
+            log_probs = self.predict(lanes, step).dense()  # (C, V)
+            own_output = log_probs.new_zeros(*clean.shape, self.denoiser.vocab_size)  # (R, W, V)
+            own_output[lanes.masked] = log_probs
 
-    def _chain(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
-        """All T terms on one path of each draw, (R, W): the network reads its own output of the noisier step."""
+        predictions = self.predict(lanes, step, own_output)
+        statistics, _ = self.statistics(lanes, clean, step, predictions)
+        observed = noises.Observed.from_tokens(step.noisy, clean)
+        if self.steps == math.inf:
+            return weight * noises.limit_rate(now, self.noise.rates(t, rest), statistics, observed)
+        return weight * noises.step_kl(before, now, statistics, observed)
+
+    def _terms_of_path(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
+        """All T terms on one path of each draw, nats (R, W): the network reads its own output of the noisier step."""
         steps = torch.arange(int(self.steps) + 1, device=clean.device).double()  # (T + 1,)
         steps = steps[:, None, None]  # (T + 1, 1, 1)
         levels = []
-        for step in steps:
-            rest = (self.steps - step) / self.steps  # (1, 1)
-            levels.append(self.noise.level(step / self.steps, rest))
+        for i in steps:
+            rest = (self.steps - i) / self.steps  # (1, 1)
+            levels.append(self.noise.level(i / self.steps, rest))
 
         # forwards: x_0, x_1, ..., x_T, each from the one before
         path = [clean]
         for i in range(1, len(levels)):
             level = noises.between(levels[i - 1], levels[i])
-            path.append(self.noisy(lanes, path[-1], level, i))
+            path.append(self.add_noise(lanes, path[-1], level, i))
 
-        # backwards, as the process runs
+        # backwards, as the generative process runs
         total = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
-        past = None  # the network's output for x_{i+1}
+        own_output = None  # for x_{i+1}, (R, W, V)
         for i in range(len(path) - 1, 0, -1):
             t = (steps[i] / self.steps).expand(len(lanes), 1)  # (R, 1)
-            stats, observed, past = self._predict(lanes, clean, path[i], levels[i], levels[i - 1], t, past)
-            total += noises.step_kl(levels[i - 1], levels[i], stats, observed)
+            step = NoisyStep(path[i], t, levels[i], levels[i - 1])
+            predictions = self.predict(lanes, step, own_output)
+            statistics, own_output = self.statistics(lanes, clean, step, predictions, keeps_logits=True)
+            observed = noises.Observed.from_tokens(step.noisy, clean)
+            total += noises.step_kl(step.before, step.now, statistics, observed)
         return total
 
-    # ------------------------------------------------------------ the network
+    # ------------------------------------------------------------ noise
 
-    def _predict(
+    def times(self, lanes: Lanes) -> tuple[torch.Tensor, ...]:
+        """s, t, 1 - t and the weight of draws, (R, 1) each; s = t for infinitely many steps."""
+        stratum, _, _ = lanes.memory  # (R, W)
+        u = stratum[:, :1]  # (R, 1)
+        if self.steps == math.inf:
+            t, rest, weight = self.noise.time_from_uniform(u)
+            return t, t, rest, weight
+        step, weight = self.bound.step_from_uniform(u)
+        t = step / self.steps
+        rest = (self.steps - step) / self.steps  # not 1 - t, which loses digits near t = 1
+        return (step - 1) / self.steps, t, rest, weight
+
+    def add_noise(
+        self,
+        lanes: Lanes,
+        tokens: torch.Tensor,
+        level: noises.Level,
+        path_step: int = 0,
+    ) -> torch.Tensor:
+        """Noisy token indices (R, W) from token indices (R, W) that are less so, under the noise of a `level`.
+
+        `path_step`: the number of the step on a path, which has other random numbers; 0 without a path.
+        """
+        _, key, draw_index = lanes.memory  # (R, W) each
+        position = lanes.columns - lanes.origin[:, None]  # (R, W)
+        seed = self.bound.draw_seed
+        u = uniform(key, seed, CHANGE, draw_index, path_step, position)  # (R, W)
+        v = uniform(key, seed, TOKEN, draw_index, path_step, position)  # (R, W)
+        return noises.noisy_tokens(self.noise, level, tokens, u, v)
+
+    def ids(self, noisy: torch.Tensor) -> torch.Tensor:
+        """The ids of noisy token indices (R, W)."""
+        return torch.where(noisy < 0, self.denoiser.mask_id or 0, self.bound.tokens[noisy.clamp(min=0)])
+
+    # ------------------------------------------------------------ the network, and what the KL reads of its output
+
+    def predict(self, lanes: Lanes, step: NoisyStep, own_output: torch.Tensor | None = None) -> Predictions:
+        """The network's output for x_t; `own_output` (R, W, V): its logits of an earlier pass, which it reads."""
+        return self.network.predictions(lanes, self.ids(step.noisy), step.t[:, 0], own_output)
+
+    def statistics(
         self,
         lanes: Lanes,
         clean: torch.Tensor,
-        noisy: torch.Tensor,
-        now: noises.Level,
-        before: noises.Level,
-        t: torch.Tensor,
-        past: torch.Tensor | None,
-    ) -> tuple[noises.Statistics, noises.Observed, torch.Tensor | None]:
-        """The statistics of r at all positions, what the noise did there, and under chain the logits (R, W, V)."""
-        observed = noises.Observed(noisy == clean, noisy < 0)
+        step: NoisyStep,
+        predictions: Predictions,
+        keeps_logits: bool = False,
+    ) -> tuple[noises.Statistics, torch.Tensor | None]:
+        """`Statistics` of the model's r at all positions, and the logits (R, W, V) that they come from, or None."""
+        is_mask = step.noisy < 0  # (R, W)
+        # the columns of the logits that hold x_0 and x_t; r(x_t) plays no part where x_t is [MASK], so any will do
         clean_column = self.bound.tokens[clean]  # (R, W)
-        # r(x_t) plays no part where x_t is [MASK]: any column will do
-        noisy_column = self.bound.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W)
+        noisy_column = self.bound.tokens[torch.where(is_mask, clean, step.noisy)]  # (R, W)
+        # what makes r of the network's output
         shift = torch.zeros_like(clean, dtype=torch.float64)  # (R, W)
         if self.bound.arguments.prediction == "denoiser":
-            shift = noises.as_plugin(now, observed.masked)
-        ratio = torch.where(before.u > 0, before.a / before.u, 0.0)  # (R, 1)
+            shift = noises.as_plugin(step.now, is_mask)
+        ratio = torch.where(step.before.u > 0, step.before.a / step.before.u, 0.0)  # (R, 1) a / u at s
         ratio = ratio.expand(clean.shape)  # (R, W)
 
-        all_logits = None
-        parts = []
-        predictions = self.network.predictions(lanes, self.ids(noisy), t[:, 0], past)
+        kept_logits = None
+        values_of_parts = []
         for part, row, logits in predictions.by_lanes():
-            of_positions = logits[row]  # (c, V)
+            logits_of_part = logits[row]  # (c, V)
             masked = lanes.masked[part]  # (r, W)
-            if self.bound.conditioning == "chain":
-                if all_logits is None:
-                    all_logits = of_positions.new_zeros(*clean.shape, of_positions.shape[1])
-                all_logits[part][masked] = of_positions  # before `statistics` overwrites them
-            planes = [plane[part][masked] for plane in (clean_column, noisy_column, shift, ratio)]  # (c,) each
-            parts.append(noises.statistics(of_positions, *planes))
+            if keeps_logits:
+                if kept_logits is None:
+                    kept_logits = logits_of_part.new_zeros(*clean.shape, logits_of_part.shape[1])
+                kept_logits[part][masked] = logits_of_part  # now, since `noises.statistics` overwrites them
+            inputs = [plane[part][masked] for plane in (clean_column, noisy_column, shift, ratio)]  # (c,) each
+            values_of_parts.append(noises.statistics(logits_of_part, *inputs))
 
-        values = [torch.cat(column) for column in zip(*parts, strict=True)]  # (C,) each
+        values = [torch.cat(parts) for parts in zip(*values_of_parts, strict=True)]  # (C,) each
         broken = torch.stack(values).isnan().any(0)  # (C,)
         if bool(broken.any()):
             message = "The weights are broken or the dtype is too narrow: the network returned NaN."
             raise NotFinite(message, lane=int(lanes.masked_at[0][broken][0]))
         blank = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
         planes = [blank.masked_scatter(lanes.masked, value) for value in values]  # (R, W) each
-        return noises.Statistics(*planes), observed, all_logits
-
-    def _logits(self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """The log-probs of a pass (R, W, V), for self-conditioning."""
-        dense = self.network.predictions(lanes, self.ids(noisy), t[:, 0]).dense()  # (C, V)
-        plane = dense.new_zeros(*noisy.shape, self.denoiser.vocab_size)
-        plane[lanes.masked] = dense
-        return plane
+        return noises.Statistics(*planes), kept_logits

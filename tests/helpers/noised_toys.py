@@ -14,9 +14,9 @@ from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
 class ConditionedView(NoiseView):
     """Adds a function of the logits of the pass before to the features; without any, they count as zero signal."""
 
-    def features(self, lanes, noisy, t, before=None):
+    def features(self, lanes, noisy, t, own_output=None):
         plain = super().features(lanes, noisy, t)
-        return plain if before is None else plain + before.softmax(2).flip(2) * 6
+        return plain if own_output is None else plain + own_output.softmax(2).flip(2) * 6
 
 
 class CommitOnceView(View):

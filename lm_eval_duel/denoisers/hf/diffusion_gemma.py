@@ -178,13 +178,13 @@ class Canvases(Pretrained):
         self,
         canvases: torch.Tensor,
         past: Any,
-        before: torch.Tensor | None,
+        own_output: torch.Tensor | None,
         signal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens of one row, whose keys are `past`.
 
-        `before`: the logits (R, W, V) of the pass before. `signal`: in their place, the embeddings (R, W, D) that they
-        stand for.
+        `own_output`: the logits (R, W, V) of an earlier pass. `signal`: in their place, the embeddings (R, W, D) that
+        they stand for.
         """
         repeated = extended(past)  # the keys of one row, for every canvas after it
         repeated.batch_repeat_interleave(len(canvases))
@@ -197,7 +197,7 @@ class Canvases(Pretrained):
 
                 hooks.callback(decoder.self_conditioning.register_forward_pre_hook(replace).remove)
             kept = {self.cache_name: repeated}
-            out = decoder(decoder_input_ids=canvases, self_conditioning_logits=before, **kept)
+            out = decoder(decoder_input_ids=canvases, self_conditioning_logits=own_output, **kept)
         features: torch.Tensor = out.last_hidden_state.to(self.device)
         return features
 
@@ -259,7 +259,7 @@ class CanvasView(NoiseView):
         lanes: Lanes,
         noisy: torch.Tensor,
         t: torch.Tensor,
-        before: torch.Tensor | None = None,
+        own_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result = None
         canvases = torch.stack([lanes.row, lanes.start], 1).unique(dim=0)  # (n, 2) in order
@@ -267,9 +267,9 @@ class CanvasView(NoiseView):
             of_canvas = (lanes.row == row) & (lanes.start == start)  # (R,)
             at = of_canvas.nonzero()[:, 0]  # (r,)
             width = int(lanes.width[at[0]])
-            earlier = None if before is None else before[at, :width]
+            output_of_canvas = None if own_output is None else own_output[at, :width]
             past = self._clean(row, start)
-            part = self.denoiser.decode(noisy[at, :width], past, earlier)  # (r, W, D)
+            part = self.denoiser.decode(noisy[at, :width], past, output_of_canvas)  # (r, W, D)
             self.forwards += 1
             self.evaluated += len(at)
             if result is None:
