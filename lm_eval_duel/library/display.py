@@ -12,14 +12,30 @@ from lm_eval_duel.errors import DuelError, counted
 SURE_TO_SURPRISED = ("#ffffff", "#ffffd7", "#ffff87", "#ffd787", "#ffaf5f", "#ff8700", "#ff5f00", "#ff0000")
 MOST_NATS = 8.0  # -log p of a token in the last colour, or more
 START = 40  # characters of a text in its line
+TOKENS_SHOWN = 2000  # of a text in a notebook, which keeps the page below a megabyte
+OUTLINE = "border-radius:2px;box-shadow:inset 0 0 0 1px rgba(128,128,128,.4)"  # seen on light and dark pages
 
 
-class Display:
+class Plain:
+    """The plain values of a dataclass."""
+
+    internal: ClassVar[tuple[str, ...]] = ()  # fields that are left out, since others have their content
+    computed: ClassVar[tuple[str, ...]] = ()  # properties that are values, too
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
+        fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        values = {}
+        for name in (*fields, *self.computed):
+            if name not in self.internal:
+                values[name] = _plain(getattr(self, name))
+        return values
+
+
+class Display(Plain):
     """The views of a dataclass with `tokens`, `token_logprobs` and `reveal_steps`, an entry for each token."""
 
     shown: ClassVar[tuple[str, ...]] = ()  # the fields of the line, after the text
-    # fields that `to_dict` leaves out, since others have their content
-    internal: ClassVar[tuple[str, ...]] = ()
 
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
@@ -43,38 +59,36 @@ class Display:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The tokens for a notebook, coloured by log-probability; a tooltip has each token's number and step."""
+        """The tokens for a notebook, coloured by log-probability; a tooltip has each token's number and step.
+
+        An outline shows where each token begins and ends, spaces included.
+        """
+        term = "its term of the bound" if getattr(self, "bound", False) else "log p"
         spans = []
-        for n, token in enumerate(self.tokens):
-            colour = "transparent"
+        for n, token in enumerate(self.tokens[:TOKENS_SHOWN]):
+            style = OUTLINE  # without a colour the page's own text colour stays, which is light on a dark page
             about = [f"token {n}"]
             if self.token_logprobs:
                 nats = -self.token_logprobs[n]
                 last = len(SURE_TO_SURPRISED) - 1
                 index = round(last * min(1.0, max(0.0, nats) / MOST_NATS))
-                colour = SURE_TO_SURPRISED[index]
-                about.append(f"log p {-nats:.3f}")
+                style += f";background:{SURE_TO_SURPRISED[index]};color:#000"
+                about.append(f"{term} {-nats:.3f}")
             if self.reveal_steps:
                 step = self.reveal_steps[n]
                 about.append("given" if step < 0 else f"step {step} of its block")
-            style = f"background:{colour};color:#000"
             tooltip = ", ".join(about)
-            spans.append(f'<span style="{style}" title="{tooltip}">{html.escape(token)}</span>')
+            spans.append(f'<span style="{style}" title="{tooltip}">{html.escape(visible_token(token))}</span>')
         text = "".join(spans)
-        legend = "".join(f'<span style="background:{colour}">&nbsp;&nbsp;</span>' for colour in SURE_TO_SURPRISED)
+        swatch = f'<span style="{OUTLINE};background:{{}}">&nbsp;&nbsp;</span>'
+        legend = "".join(map(swatch.format, SURE_TO_SURPRISED))
         caption = f"{html.escape(repr(self))}<br>-log p: 0 {legend} {MOST_NATS:g} nats or more"
+        if len(self.tokens) > TOKENS_SHOWN:
+            caption += f"<br>The first {TOKENS_SHOWN:,} of {len(self.tokens):,} tokens are shown."
         return f'<div style="white-space:pre-wrap">{text}</div><div><small>{caption}</small></div>'
 
-    def to_dict(self) -> dict[str, Any]:
-        """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
-        values = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if field.name not in self.internal:
-                values[field.name] = _plain(getattr(self, field.name))
-        return values
-
     def token_scores(self) -> list[tuple[str, float]]:
-        """(token, log-probability in nats) of each token, in order.
+        """(token, log-probability in nats) of each token, in order; of a bound, its term for the token.
 
         Raises:
             DuelError: If the value is a sum over orders, so that single tokens have none.
@@ -82,6 +96,13 @@ class Display:
         if len(self.token_logprobs) != len(self.tokens):
             raise DuelError("This value is a sum over orders of unmasking: its tokens have no log-probabilities.")
         return list(zip(self.tokens, self.token_logprobs, strict=True))
+
+
+def visible_token(token: str) -> str:
+    """A token with a sign for each line break and tab; a dot if it is a byte inside a character, which has no text."""
+    if not token:
+        return "·"
+    return token.replace("\n", "↵\n").replace("\t", "⇥\t")
 
 
 def shown_text(text: str) -> str:

@@ -288,12 +288,11 @@ class Duel(OnIds):
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
-        encoder = self._require_encoder("score", texts)
+        has_contexts = contexts is not None or suffixes is not None
+        encoder = self._require_encoder("score", texts, has_contexts)
         contexts_of_texts = one_each(texts, contexts, "contexts")
         suffixes_of_texts = one_each(texts, suffixes, "suffixes")
-        around = None
-        if contexts is not None or suffixes is not None:
-            around = list(zip(contexts_of_texts, suffixes_of_texts, strict=True))
+        around = list(zip(contexts_of_texts, suffixes_of_texts, strict=True)) if has_contexts else None
         documents = text_windows(encoder, texts, around)
         empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
         if len(empty) == 1:
@@ -447,7 +446,7 @@ class Duel(OnIds):
         )
         # a single text in place of a list is refused; in a list, prompts given as ids need no check
         texts = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoder = self._require_encoder("generate", texts)
+        encoder = self._require_encoder("generate", texts, has_contexts=True)
         after = one_each(prompts, suffixes, "suffixes")
         if max_new_tokens is None:
             length = settings.length

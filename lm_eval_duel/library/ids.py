@@ -12,7 +12,7 @@ from lm_eval_duel.arguments import Arguments, declared, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, WHOLE_ROW_BOS
 from lm_eval_duel.errors import DuelError, counted, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
@@ -217,8 +217,9 @@ class OnIds:
         given_suffixes = one_each(contexts, suffixes, "suffixes", ())
         for n, (before, after) in enumerate(zip(contexts, given_suffixes, strict=True)):
             if isinstance(before, str) or isinstance(after, str):
+                encoder = self._require_encoder("sample", [], has_contexts=True)
                 with naming(f"Context {n}"):
-                    window = self._require_encoder("sample", []).prompt(before, length, after)
+                    window = encoder.prompt(before, length, after)
                 before, after = window.context, window.suffix
             befores.append(before)
             afters.append(after)
@@ -301,8 +302,11 @@ class OnIds:
             )
         return cast(DuelEstimator, self.estimator)
 
-    def _require_encoder(self, method: str, texts: Sequence[str]) -> TextEncoder:
-        """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
+    def _require_encoder(self, method: str, texts: Sequence[str], has_contexts: bool = False) -> TextEncoder:
+        """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts.
+
+        `has_contexts`: contexts go before the texts, so `bos` must not say which positions of a whole row are scored.
+        """
         if self._encoder is None:
             raise DuelError(
                 f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
@@ -316,6 +320,12 @@ class OnIds:
                     f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
                     "ids use log_prob and sample."
                 )
+        bos = self._encoder.bos
+        if has_contexts and bos in WHOLE_ROW_BOS:
+            raise DuelError(
+                f"bos={bos} scores whole texts from the row's first position on, so Duel.{method} has no room for a "
+                "context or suffix. Make the Duel with bos='given' or 'none', or score texts without them."
+            )
         return self._encoder
 
 
@@ -406,6 +416,9 @@ def text_windows(
                 if isinstance(before, str) and isinstance(after, str):
                     _, scored, _ = split_at_borders(before, text, after or None)
                 encoded.append(EncodedText(len(window.target), [window] if window.target else [], scored))
+    for n, each in enumerate(encoded):
+        if each.tokens and not any(window.target for window in each.windows):
+            log.warning("No token of text %d is scored: bos=%s takes the first one as context", n, encoder.bos)
     cut = encoder.cut_contexts - cut_before
     if cut:
         log.warning(

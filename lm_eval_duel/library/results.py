@@ -12,7 +12,7 @@ from lm_eval_duel.core.scores import Kind, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
-from lm_eval_duel.library.display import Display, shown_text, shown_value
+from lm_eval_duel.library.display import Display, Plain, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:
@@ -132,12 +132,15 @@ class TextScore(Display):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TextEstimate:
+class TextEstimate(Plain):
     """A two-phase estimate of the score of a text, or of several (`total`).
 
     `stderr` is its sampling standard error, or None if fewer than 8 blocks were drawn. It does not include the
     variation between texts.
     """
+
+    internal: ClassVar = ("window_scores", "sums")
+    computed: ClassVar = ("perplexity", "perplexity_stderr", "bits_per_byte", "kind")
 
     text: str | None  # None: several
     tokens: int

@@ -34,8 +34,9 @@ class Shown(Display):
 
 
 def spans(score):
-    """The colour and the title of each token."""
-    return re.findall(r'background:([^;]*);color:#000" title="([^"]*)"', score._repr_html_())
+    """The colour, if any, and the title of each token."""
+    tokens = re.findall(r'<span style="([^"]*)" title="([^"]*)"', score._repr_html_())
+    return [(style.partition("background:")[2].removesuffix(";color:#000"), title) for style, title in tokens]
 
 
 LAST = len(SURE_TO_SURPRISED) - 1
@@ -77,9 +78,36 @@ def test_every_token_has_its_own_number_colour_and_step():
     assert html.escape(repr(score)) in page and "-log p: 0 " in page and f" {MOST_NATS:g} nats or more" in page
     legend = re.findall(r'background:(#\w+)">&nbsp;', page)
     assert legend == list(SURE_TO_SURPRISED)
-    assert spans(Shown(tokens=("a",), token_logprobs=(), reveal_steps=())) == [("transparent", "token 0")]
+    assert spans(Shown(tokens=("a",), token_logprobs=(), reveal_steps=())) == [("", "token 0")]
     assert spans(Shown(tokens=("a",), token_logprobs=(-1.0,), reveal_steps=()))[0][1] == "token 0, log p -1.000"
     assert "<i>" not in Shown(text="<i>")._repr_html_()
+
+
+def test_tokens_are_read_on_light_and_dark_pages():
+    """Text is black on a colour of its own, or has the colour of the page."""
+    for logprobs in ((-1.0,), ()):
+        style = re.search(r'<span style="([^"]*)" title', Shown(token_logprobs=logprobs)._repr_html_())[1]
+        assert ("color:#000" in style) == ("background:" in style) == bool(logprobs)
+        assert "box-shadow" in style
+
+
+def test_spaces_line_breaks_and_bytes_of_a_character_are_seen():
+    page = Shown(tokens=(" a", "\n", "", "é", "\t"), token_logprobs=(-1.0,) * 5, reveal_steps=(0,) * 5)._repr_html_()
+    shown = re.findall(r'title="[^"]*">([^<]*)</span>', page)
+    assert shown == [" a", "↵\n", "·", "é", "⇥\t"]
+    assert "pre-wrap" in page
+
+
+def test_a_bound_is_named_at_its_tokens():
+    assert "bound -1.000" in spans(Shown(bound=True))[0][1]
+
+
+def test_a_long_text_says_how_much_of_it_is_shown():
+    most = display.TOKENS_SHOWN
+    for count in (most, most + 1):
+        score = Shown(tokens=("a",) * count, token_logprobs=(-1.0,) * count, reveal_steps=(0,) * count)
+        assert len(spans(score)) == most
+        assert (f"{most:,} of {count:,} tokens" in score._repr_html_()) == (count > most)
 
 
 @pytest.mark.parametrize(("length", "cut"), [(0, False), (39, False), (40, False), (41, True), (400, True)])

@@ -445,3 +445,33 @@ def test_scores_are_compared_with_estimates_of_them():
     assert comparison.stderrs == (None, 0.0)
     with pytest.raises(DuelError, match="several"):
         compare(scores[:1], [TextEstimate.total(estimates)])
+
+
+@pytest.mark.parametrize("bos", ["first", "scored", "official"])
+def test_a_row_that_is_scored_from_its_first_position_has_no_context(bos):
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=8, bos=bos, device="cpu")
+    calls = {
+        "score": lambda: duel.score(["the union"], contexts=["We"]),
+        "generate": lambda: duel.generate(["We"], max_new_tokens=2),
+        "sample": lambda: duel.sample(["We"], 2),
+    }
+    for method, call in calls.items():
+        with pytest.raises(DuelError, match=rf"bos={bos} .*Duel\.{method} .*bos='given'"):
+            call()
+    assert duel.score(["the union"])[0].tokens
+
+
+def test_a_text_whose_only_token_is_context_is_named(caplog):
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=8, bos="first", device="cpu")
+    with caplog.at_level("WARNING"):
+        [_, alone] = duel.score(["the union", "a"])
+    assert alone.log_prob == 0 and "text 1 is scored" in caplog.text and "text 0" not in caplog.text
+
+
+def test_an_estimate_has_plain_values():
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=2, device="cpu")
+    [estimate] = duel.estimate(["the state of the union"], sample=1.0)
+    values = estimate.to_dict()
+    assert values["perplexity"] == pytest.approx(estimate.perplexity)
+    assert values["kind"] == estimate.kind
+    assert json.loads(json.dumps(values)).keys() == values.keys()
