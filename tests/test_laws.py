@@ -18,7 +18,7 @@ from toys import BlockCausal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.block_causal import CleanStream
-from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.lanes import PLANES, Lanes, Rows
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 
@@ -284,6 +284,35 @@ def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(
     monkeypatch.setattr(place, name, short_of_memory)
     again = Duel(toy, rule, block, batch_size=batch_size).log_prob(windows)
     assert numbers(again) == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("first_is_fresh", [False, True])
+def test_lanes_that_are_joined_are_themselves_again(first_is_fresh):
+    """With all that a rule and the network remember, also where one lane is wider; fresh lanes remember zeros."""
+    rows = Rows.from_windows([Window((1,), (0, 2, 1, 0, 1, 2))], torch.device("cpu"))
+
+    def block(start, width, memory):
+        count = torch.zeros(2, dtype=torch.int64)
+        lanes = Lanes.fresh(rows, count, count + start, count + width)
+        plane = torch.arange(1.0, 2 * width + 1).view(2, width)
+        planes = (plane, torch.stack([plane + 10, plane + 20], 2)) if memory else ()
+        return dataclasses.replace(lanes, memory=planes, carried=planes[:1])
+
+    narrow = block(1, 2, memory=not first_is_fresh)
+    wide = block(3, 4, memory=True)
+    joined = narrow.concat(wide)
+
+    for lanes, part in ((narrow, joined.select(slice(0, 2))), (wide, joined.select(slice(2, 4)))):
+        width = lanes.masked.shape[1]
+        for name in PLANES:
+            plane = getattr(part, name)
+            assert torch.equal(plane if plane.dim() == 1 else plane[:, :width], getattr(lanes, name)), name
+        assert not part.masked[:, width:].any()
+        remembered = lanes.memory + lanes.carried
+        for n, plane in enumerate(part.memory + part.carried):
+            expected = remembered[n] if remembered else torch.zeros_like(plane[:, :width])
+            assert torch.equal(plane[:, :width], expected)
+            assert not plane[:, width:].any()
 
 
 def test_blank_starts_are_exact_ties_in_any_batch():

@@ -150,6 +150,21 @@ def test_errors_of_two_windows_and_of_two_seeds_are_independent(name):
     assert 0.5 < float(sums.std()) / math.hypot(*stderrs) < 1.7, "the error of a sum is the hypot of its windows'"
 
 
+def test_replicates_of_a_bound_are_independent():
+    """Their spread is the error of the mean, which draws with one shift in common would make too small."""
+    elbo = Elbo(Toy(length=6), ElboArguments(16))
+    windows = texts(60, 6, seed=8)
+    group = elbo.open(windows, list(range(len(windows))))
+    spans = group.fresh(elbo.block_spans(group))
+
+    strata = []  # the first draw of each replicate
+    for draw_index in range(elbo.replicates):
+        strata.append(elbo.strata(group, spans, torch.full_like(spans.row, draw_index)))
+
+    z = (torch.stack(strata) - 0.5) * math.sqrt(12)  # (S, N) uniform numbers, standardised
+    require_independent(z[1:].flatten(), z[:-1].flatten(), "strata of two replicates")
+
+
 def test_shared_and_independent_errors_add_up_as_they_should():
     """Copies of a window have one draw, so its error counts as often as the window; other windows add as hypot."""
     duel = Duel(Toy(length=6), estimator="elbo", mc_samples=16)

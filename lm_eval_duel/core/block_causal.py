@@ -363,12 +363,12 @@ def widest(window: torch.Tensor, most: int) -> int:
     """
     counts = window.unique(return_counts=True)[1]  # (windows,)
     while most > 1:
-        wide = min(most, int(counts.max()))
-        rows_of_windows = -(-counts // wide)  # (windows,) rounded up
-        places = wide * int(rows_of_windows.sum())
+        in_a_row = min(most, int(counts.max()))
+        rows_of_windows = -(-counts // in_a_row)  # (windows,) rounded up
+        places = in_a_row * int(rows_of_windows.sum())
         if 6 * len(window) >= 5 * places:
-            return wide
-        most = wide // 2
+            return in_a_row
+        most = in_a_row // 2
     return 1
 
 

@@ -193,15 +193,15 @@ class Lanes:
 
     def concat(self: Self, other: Self) -> Self:
         """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
-        wide = max(self.masked.shape[1], other.masked.shape[1])
+        width = max(self.masked.shape[1], other.masked.shape[1])
         planes = {}
         for name in PLANES:
             fill = -1 if name == "tokens" else 0
-            first = _widen(getattr(self, name), wide, fill)
-            second = _widen(getattr(other, name), wide, fill)
+            first = _widen(getattr(self, name), width, fill)
+            second = _widen(getattr(other, name), width, fill)
             planes[name] = torch.cat([first, second])
-        memory = _joined(self, self.memory, other, other.memory, wide)
-        carried = _joined(self, self.carried, other, other.carried, wide)
+        memory = _joined(self, self.memory, other, other.memory, width)
+        carried = _joined(self, self.carried, other, other.carried, width)
         return dataclasses.replace(self, **planes, memory=memory, carried=carried)
 
 
@@ -210,9 +210,9 @@ def _joined(
     first_planes: tuple[torch.Tensor, ...],
     second_lanes: Lanes,
     second_planes: tuple[torch.Tensor, ...],
-    wide: int,
+    width: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The planes of the first lanes, then those of the second ones, padded to W = `wide`.
+    """The planes of the first lanes, then those of the second ones, padded to W = `width`.
 
     Lanes without planes get zeros.
     """
@@ -220,7 +220,7 @@ def _joined(
     second_planes = second_planes or _zeros_like(first_planes, second_lanes)
     joined = []
     for first, second in zip(first_planes, second_planes, strict=True):
-        plane = torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)])
+        plane = torch.cat([_widen(first, width, 0), _widen(second, width, 0)])
         joined.append(plane)
     return tuple(joined)
 
@@ -234,11 +234,11 @@ def _zeros_like(planes: tuple[torch.Tensor, ...], lanes: Lanes) -> tuple[torch.T
     return tuple(zeros)
 
 
-def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
-    """`plane` (R, W, ...) padded to W = `wide`; one of shape (R,) has no W and stays."""
-    if plane.dim() == 1 or plane.shape[1] == wide:
+def _widen(plane: torch.Tensor, width: int, fill: float) -> torch.Tensor:
+    """`plane` (R, W, ...) padded to W = `width`; one of shape (R,) has no W and stays."""
+    if plane.dim() == 1 or plane.shape[1] == width:
         return plane
-    padded = plane.new_full((len(plane), wide, *plane.shape[2:]), fill)
+    padded = plane.new_full((len(plane), width, *plane.shape[2:]), fill)
     padded[:, : plane.shape[1]] = plane
     return padded
 

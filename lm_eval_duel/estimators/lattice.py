@@ -142,11 +142,11 @@ class LatticeAccumulator:
         """Every state of every block, one chunk of blocks after the other. Their memory says where they belong."""
         group = self.group
         spans = self.lattice.block_spans(group)
-        wide = max(width for _, _, width in spans)
-        most_blocks = TABLE // (wide << wide)  # (S, W) values each
+        widest = max(width for _, _, width in spans)
+        most_blocks = TABLE // (widest << widest)  # (S, W) values each
 
         def blocks_of_chunk(room: int) -> int:
-            blocks_of_call = -(-room // (1 << wide))  # rounded up
+            blocks_of_call = -(-room // (1 << widest))  # rounded up
             return min(most_blocks, 4 * blocks_of_call)  # a chunk fills several calls, of which the last is not full
 
         chunks = self.lattice.batches(group, spans, blocks_of_chunk, EVALUATE_ALL)
@@ -157,11 +157,11 @@ class LatticeAccumulator:
 
     def _empty_chunk(self, lanes: Lanes, states: int) -> OrderChunk:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
-        blocks, wide = lanes.masked.shape
-        log_probs = self.totals.new_full((blocks, 1 << wide, wide), math.nan)  # (B, S, W)
+        blocks, width = lanes.masked.shape
+        log_probs = self.totals.new_full((blocks, 1 << width, width), math.nan)  # (B, S, W)
         statistic_count = len(STATISTICS) if self.lattice.traced else 0  # T
         statistics = log_probs.new_full((*log_probs.shape, statistic_count), math.nan)  # (B, S, W, T)
-        after = lanes.row.new_full((blocks, 1 << wide, len(self.paths)), -1)  # (B, S, F)
+        after = lanes.row.new_full((blocks, 1 << width, len(self.paths)), -1)  # (B, S, F)
         return OrderChunk(
             lanes=lanes,
             missing=states,
@@ -188,10 +188,10 @@ class LatticeAccumulator:
         for n, members in lanes_of_chunk.items():
             chunk = self.chunks[n]
             at = block[members], state[members]
-            wide = slice(chunk.log_probs.shape[2])  # a call may hold wider blocks of another chunk
-            chunk.log_probs[at] = log_prob[members, wide]
+            in_chunk = slice(chunk.log_probs.shape[2])  # positions: a call may hold wider blocks of another chunk
+            chunk.log_probs[at] = log_prob[members, in_chunk]
             for t, plane in enumerate(statistics):
-                chunk.statistics[..., t][at] = plane[members, wide]
+                chunk.statistics[..., t][at] = plane[members, in_chunk]
             for f, decision in enumerate(decisions):
                 after = to_bitmask(lanes.masked & ~decision.pick)  # (R,)
                 chunk.after[..., f][at] = after[members]
@@ -336,17 +336,17 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     `table` (B, S, W): w of each state and position. Returns elbo_exact, mixture and oracle (B, 3), each position's
     share of elbo_exact (B, W), and the state that follows each state on its best order (B, S).
     """
-    blocks, states, wide = table.shape
+    blocks, states, width = table.shape
     mean = table.new_zeros(blocks, states)
     mixture = table.new_zeros(blocks, states)
     oracle = table.new_zeros(blocks, states)
     best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
-    share = table.new_zeros(blocks, wide)
+    share = table.new_zeros(blocks, width)
     full = to_bitmask(masked)  # (B,)
     counts = masked.sum(1).tolist()  # (B,)
-    for size in range(1, wide + 1):
+    for size in range(1, width + 1):
         # every set of this size (n,), its positions, and the sets that revealing each of them leaves (n, size)
-        state, position, rest = (indices.to(table.device) for indices in sets(wide, size))
+        state, position, rest = (indices.to(table.device) for indices in sets(width, size))
         w = table[:, state[:, None], position]  # (B, n, size) NaN for sets that are no state of the block
         mean[:, state] = (w + mean[:, rest]).mean(2)
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)

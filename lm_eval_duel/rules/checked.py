@@ -228,9 +228,9 @@ class Checked(Around):
                 fits = False
                 advice = " Make tensors with device=lanes.masked.device."
         if not fits:
-            count, wide = masked.shape
+            count, width = masked.shape
             raise DuelError(
-                f"{self._with_place}: its {name} must be {FORMS[name]} with R, W = {count}, {wide} on "
+                f"{self._with_place}: its {name} must be {FORMS[name]} with R, W = {count}, {width} on "
                 f"{masked.device}; got {got}.{advice}"
             )
 

@@ -183,8 +183,8 @@ class Hierarchy(Rule, name="hierarchy", adaptive=True, speed=("tau",), state_onl
         # runs of neighbouring masked positions, numbered from 1; 0 is outside
         begins = masked & ~torch.nn.functional.pad(masked[:, :-1], (1, 0))  # (R, W)
         run = torch.where(masked, begins.cumsum(1), 0)  # (R, W)
-        count, wide = masked.shape
-        peaks = confidence.new_full((count, wide + 1), -math.inf)  # (R, W + 1) by the number of the run
+        count, width = masked.shape
+        peaks = confidence.new_full((count, width + 1), -math.inf)  # (R, W + 1) by the number of the run
         peaks = peaks.scatter_reduce(1, run, confidence, "amax")
         peak = peaks.gather(1, run)  # (R, W) of each position's run
 

@@ -143,9 +143,9 @@ class SubBlock(Around):
         import torch
 
         masked = lanes.masked
-        wide = masked.shape[1]
-        number = torch.arange(wide, device=masked.device) // self.sub_block  # (W,) of the sub-block
-        first = torch.where(masked, number, wide).amin(1, keepdim=True)  # (R, 1) that has masked positions
+        width = masked.shape[1]
+        number = torch.arange(width, device=masked.device) // self.sub_block  # (W,) of the sub-block
+        first = torch.where(masked, number, width).amin(1, keepdim=True)  # (R, 1) that has masked positions
         inside = masked & (number == first)  # (R, W)
         if self.rule.state_only:
             return self.inside(predictions, lanes, masked=inside)
