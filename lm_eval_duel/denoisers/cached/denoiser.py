@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -183,11 +184,11 @@ class CachedView(View):
         rows = self.rows
         if self._contents is None:
             columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
-            of_token = hashed(rows.ids, columns)  # (N, L)
-            before = torch.nn.functional.pad(of_token.cumsum(1), (1, 0))  # (N, L + 1) sums, which wrap
+            token_hash = hashed(rows.ids, columns)  # (N, L)
+            before = torch.nn.functional.pad(token_hash.cumsum(1), (1, 0))  # (N, L + 1) sums, which wrap
             target_end = (rows.origin + rows.target)[:, None]  # (N, 1)
             in_suffix = rows.visible & (columns >= target_end)  # (N, L)
-            self._contents = before, (of_token * in_suffix).sum(1)
+            self._contents = before, (token_hash * in_suffix).sum(1)
         before, after = self._contents
         row = lanes.row
         shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
@@ -297,49 +298,77 @@ class CachedView(View):
 
             | kept: all positions that are not evaluated | state 1 | state 2 | ...
         """
-        length = self.rows.length[lanes.row]  # (R,)
-        most = int(length.max())
-        if self.denoiser.cache == "dual":
-            start = lanes.start  # (R,) of the positions that are evaluated
-            end = lanes.start + lanes.width  # (R,)
-            columns = most
-            abreast = max(1, ROW // ids.shape[1])
-        else:  # all lanes of a call are evaluated from the same column on, to the end of their rows
-            begin = int(lanes.start.min())
-            start = torch.full_like(lanes.start, begin)
-            end = length
-            columns = int(lanes.start.max())
-            abreast = 1
-            rows, _, _ = self._input(lanes)  # (R, L)
-            ids = rows[:, begin:]  # (R, E)
+        at = self._columns(lanes, ids)
+        # under a prefix cache a state is about as long as its row, so it has a row of the call to itself
+        abreast = max(1, ROW // ids.shape[1]) if self.denoiser.cache == "dual" else 1
+        call = PackedCall.from_slots(slot, at.start, at.is_own, at.kept, abreast)
+        if call.lane.shape[1] == 1:  # a lane is alone in its row, where every position sees the same
+            seen = torch.cat([at.kept, at.is_own], 1)[call.lane]  # (P, 1, K + Q)
+        else:
+            seen = call.seen  # (P, Q, K + Q)
 
-        # Which columns are kept, and which positions of the call are a lane's own.
-        every = torch.arange(columns, device=ids.device)[None]  # (1, K)
-        before_block = every < lanes.start[:, None]  # (R, K)
-        after_block = (every >= end[:, None]) & (every < length[:, None])  # (R, K)
-        kept = before_block | after_block
-        offset = torch.arange(ids.shape[1], device=ids.device)  # (E,)
-        column = start[:, None] + offset  # (R, E)
-        evaluated = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
+        # the positions of the call's keys: the kept ones, then its own
+        kept_count = at.kept.shape[1]
+        kept_columns = torch.arange(kept_count, device=slot.device)  # (K,)
+        positions = call.columns.clamp(max=at.row_length - 1)  # (P, Q)
+        places = torch.cat([kept_columns.expand(len(positions), -1), positions], 1)  # (P, K + Q)
 
-        call = PackedCall.from_slots(slot, start, evaluated, kept, abreast)
-        is_alone = call.lane.shape[1] == 1  # in its row, where every position sees the same
-        seen = torch.cat([kept, evaluated], 1)[call.lane] if is_alone else call.seen  # (P, 1 or Q, K + Q)
+        # where in its part of the call the logits of each masked position are read
+        read_at = (lanes.start - at.start)[:, None] + position - self.denoiser.shift  # (R, M)
+        read_at = read_at.clamp(0, at.ids.shape[1] - 1)  # out of range only where nothing is masked
 
-        wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
-        wanted = wanted.clamp(0, ids.shape[1] - 1)  # out of range only where nothing is masked
-        positions = call.columns.clamp(max=most - 1)  # (P, Q)
         step = CachedStep(
             positions,
             seen=None if seen.all() else seen,
-            past=rows_at(self._slots.layers, slot[call.lane[:, 0]], columns),
-            places=torch.cat([every.expand(len(positions), -1), positions], 1),
-            columns=call.queries(wanted),
+            past=rows_at(self._slots.layers, slot[call.lane[:, 0]], kept_count),
+            places=places,
+            columns=call.queries(read_at),
         )
-        values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
+        values = self.denoiser.step(at.ids[call.lane].flatten(1), step)  # (P, A M, D)
         self.forwards += 1
         self.evaluated += len(positions)
         return call.by_lane(values)
+
+    def _columns(self, lanes: Lanes, ids: torch.Tensor) -> StepColumns:
+        """The columns of a step of lanes whose blocks show `ids` (R, W)."""
+        length = self.rows.length[lanes.row]  # (R,)
+        longest = int(length.max())
+        if self.denoiser.cache == "dual":
+            start = lanes.start  # (R,)
+            end = lanes.start + lanes.width  # (R,)
+            kept_count = longest
+        else:  # all lanes of a call are evaluated from the same column on, to the end of their rows
+            first = int(lanes.start.min())
+            start = torch.full_like(lanes.start, first)
+            end = length
+            kept_count = int(lanes.start.max())
+            rows, _, _ = self._input(lanes)  # (R, L)
+            ids = rows[:, first:]  # (R, E)
+
+        column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
+        is_own = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
+        kept_column = torch.arange(kept_count, device=ids.device)  # (K,)
+        before_block = kept_column < lanes.start[:, None]  # (R, K)
+        after_block = (kept_column >= end[:, None]) & (kept_column < length[:, None])  # (R, K)
+        return StepColumns(ids, start, is_own, before_block | after_block, longest)
+
+
+class StepColumns(NamedTuple):
+    """The columns that lanes evaluate in a step after the first, and those whose kept keys and values they see.
+
+        row             c c c  t t  m t  m m  s s      context, a finished block, the lane's block `m t`, later ones
+        cache=dual      k k k  k k  e e  k k  k k      k: kept, e: evaluated
+        cache=prefix    k k k  k k  e e  e e  e e
+
+    Under a prefix cache a call begins at the block of its first lane. Columns from there to a later lane's block are
+    evaluated for nothing: that lane sees the kept ones.
+    """
+
+    ids: torch.Tensor  # (R, E) what the evaluated columns show
+    start: torch.Tensor  # (R,) the first of them
+    is_own: torch.Tensor  # (R, E) bool: it belongs to the lane, and is seen
+    kept: torch.Tensor  # (R, K) bool: the lane sees what is kept of column k
+    row_length: int  # of the longest row
 
 
 def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:

@@ -183,12 +183,12 @@ class Attentions:
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         self._learn_patterns(int(step.places.max()) + 1)
         masks: dict[int, torch.Tensor | None] = {}  # most layers have the same pattern, so they share a mask
-        of_layers = []
+        layer_masks = []
         for pattern in self._patterns:
             if id(pattern) not in masks:
                 masks[id(pattern)] = _mask(pattern, step)
-            of_layers.append(masks[id(pattern)])
-        with _KeyInserter(step.past, of_layers) as inserted:
+            layer_masks.append(masks[id(pattern)])
+        with _KeyInserter(step.past, layer_masks) as inserted:
             features = self._features(ids, None, step.positions)
         self._require(inserted.layer == len(step.past))
         return take(features, step.columns)
