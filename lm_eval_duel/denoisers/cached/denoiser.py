@@ -302,10 +302,8 @@ class CachedView(View):
         # under a prefix cache a state is about as long as its row, so it has a row of the call to itself
         abreast = max(1, ROW // ids.shape[1]) if self.denoiser.cache == "dual" else 1
         call = PackedCall.from_slots(slot, at.start, at.is_own, at.kept, abreast)
-        if call.lane.shape[1] == 1:  # a lane is alone in its row, where every position sees the same
-            seen = torch.cat([at.kept, at.is_own], 1)[call.lane]  # (P, 1, K + Q)
-        else:
-            seen = call.seen  # (P, Q, K + Q)
+        is_alone = call.lane.shape[1] == 1  # in its row, where every position sees the same
+        seen = torch.cat([at.kept, at.is_own], 1)[call.lane] if is_alone else call.seen  # (P, 1 or Q, K + Q)
 
         # the positions of the call's keys: the kept ones, then its own
         kept_count = at.kept.shape[1]
