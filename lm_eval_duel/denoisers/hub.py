@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import glob
 import json
 import logging
 import os
@@ -54,7 +55,7 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
     """config.json as a dict, without running code of the checkpoint. `needed`: raise DuelError if a folder has none."""
     has_config = os.path.isfile(os.path.join(path, "config.json"))
     if needed and os.path.isdir(path) and not has_config:
-        raise DuelError(f"{path} has no config.json: it is not a checkpoint, or its download is incomplete.")
+        raise DuelError(f"{path} has no config.json{_what_else_it_is(path)}")
     with explained(path):
         try:
             config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
@@ -63,6 +64,24 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
         if not isinstance(config, dict):
             raise DuelError(f"The config.json of {path} is not a JSON object.")
     return config
+
+
+def _what_else_it_is(folder: str) -> str:
+    """The end of the error for a folder without a config.json: what it is by its files, and what to do."""
+    adapter = os.path.join(folder, "adapter_config.json")
+    if os.path.isfile(adapter):
+        with _reading(adapter), open(adapter, encoding="utf-8") as file:
+            base = json.load(file).get("base_model_name_or_path")
+        network = f"its network, {base}," if base else "its network"
+        return f", but an adapter_config.json: it is a LoRA. Pass {network} as pretrained and this folder as peft."
+    inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "config.json")), key=os.path.getmtime)
+    if inside:
+        names = ", ".join(os.path.dirname(path) for path in inside[-3:])  # the last ones that were written
+        return f", and is not a checkpoint; its subfolders are: {names}. Pass one of them."
+    return (
+        ": it is not a checkpoint, or its download is incomplete. A checkpoint is a folder as save_pretrained writes "
+        "it: config.json, weights and a tokenizer."
+    )
 
 
 def pin_revision(options: LoadOptions) -> LoadOptions:
@@ -137,7 +156,7 @@ def _shards(folder: str, index: str) -> list[str]:
     for name in sorted(set(shards.values())):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
-            raise DuelError(f"{index} names {name}, which is missing: the download is incomplete.")
+            raise DuelError(f"{index} names {name}, which is missing: the download is incomplete. Download it again.")
         paths.append(path)
     return paths
 
@@ -270,18 +289,21 @@ def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Ite
 def _why_not_found(path: str, error: Exception) -> str:
     """The sentences after a path or hub name of which nothing can be read."""
     if os.path.isfile(path):
-        return "is a file, not a folder."
+        return f"is a file, not a folder. Pass its folder, {os.path.dirname(path) or '.'}."
 
     near = nearest(path, demo.NAMES)
     suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
-    is_path = os.path.isabs(path) or path.startswith((".", "~"))
+    is_path = os.path.isabs(path) or path.startswith((".", "~")) or os.path.isdir(os.path.dirname(path))
     is_no_hub_name = "Repo id must" in str(error)  # huggingface_hub's words
     if is_path or is_no_hub_name:
         return f"is not a local folder: there is none of this name.{suggestion}"
     offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+    download = (
+        f": run `hf download {path}` where there is one, and pass the folder that it prints" if "/" in path else ""
+    )
     return (
         f"is not a local folder, and cannot be read from the hub ({short_reason(error)}).{suggestion} A hub name needs "
-        f"a connection or a cached copy{offline}."
+        f"a connection or a cached copy{offline}{download}."
     )
 
 
@@ -291,6 +313,8 @@ def _with_hint(error: Exception, remedy: str) -> str:
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
         hint = " It runs its own code: pass trust_remote_code=true if you trust it."
+    elif "does not recognize this architecture" in text:  # transformers' words for a model_type
+        hint = " Either transformers is too old for it, or the auto_map in config.json lacks AutoConfig: add it there."
     elif isinstance(error, ModuleNotFoundError):
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:

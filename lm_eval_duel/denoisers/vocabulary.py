@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -22,6 +23,10 @@ log = logging.getLogger("lm_eval.duel_mdm")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  # at least one of them
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
 TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
+NO_TOKENIZER_REMEDY = (
+    "Write it there with tokenizer.save_pretrained(folder), or pass another one: tokenizer=<a folder or hub name>."
+)
+LIKE_MASK = re.compile(r"[<\[].*mask.*[>\]]", re.IGNORECASE)  # <|mask|>, [MASK], <|mdm_mask|>
 SHORT_TEXTS = ("a", "A", "the", "0")  # likely to be ordinary tokens
 TRIED = 1000  # ordinary tokens that are tried as texts after them
 PADDING = 128  # embeddings are padded by up to this many columns, for speed
@@ -51,7 +56,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
     # Without a file, some classes build a tokenizer of special tokens alone.
     ordinary = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     if not ordinary:
-        raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
+        raise DuelError(f"There is no tokenizer in {path}. {NO_TOKENIZER_REMEDY}")
     return tokenizer
 
 
@@ -64,7 +69,7 @@ def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTra
         return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
     except Exception:
         if os.path.isdir(path) and not has_tokenizer(path, revision):
-            raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
+            raise DuelError(f"There is no tokenizer in {path}. {NO_TOKENIZER_REMEDY}") from None
         config = get_tokenizer_config(path, revision=revision)
         if config.get("tokenizer_class") not in QWEN2_TOKENIZERS:
             raise
@@ -88,7 +93,10 @@ def find_mask_id(
     named = (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, usual)
     given = [each for each in named if each is not None]
     if not given:
-        raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
+        raise DuelError(
+            f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>."
+            f"{_tokens_like_mask(tokenizer)}"
+        )
     mask_id = given[0]
 
     is_whole = isinstance(mask_id, int) and not isinstance(mask_id, bool)
@@ -101,6 +109,17 @@ def find_mask_id(
         if mask_id == getattr(tokenizer, name, None):
             raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
     return mask_id
+
+
+def _tokens_like_mask(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A sentence with the tokens that may be [MASK] by their names; empty if there are none."""
+    if tokenizer is None:
+        return ""
+    named = []
+    for token, token_id in tokenizer.get_vocab().items():
+        if LIKE_MASK.fullmatch(token):
+            named.append(f"{token} (id {token_id})")
+    return f" By their names these may be it: {', '.join(sorted(named))}." if named else ""
 
 
 def another_mask(mask_id: int | None, tokenizer: Any | None) -> int | None:

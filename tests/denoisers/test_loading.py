@@ -105,7 +105,7 @@ def test_the_mask_of_diffugpt_is_that_of_its_size():
 def test_the_mask_is_that_of_the_options_else_the_config_else_the_tokenizer_else_the_family():
     def found(option, entry, of_tokenizer, of_family):
         options = LoadOptions("x", torch.device("cpu"), mask_token_id=option)
-        tokenizer = SimpleNamespace(mask_token_id=of_tokenizer)
+        tokenizer = SimpleNamespace(mask_token_id=of_tokenizer, get_vocab=dict)
         return find_mask_id(options, {"mask_token_id": entry}, tokenizer, of_family, 12)
 
     assert found(5, 7, 3, 9) == 5

@@ -180,6 +180,35 @@ def test_names_and_devices(capsys, tmp_path):
     assert denoisers.load(path, device="cpu", mask_token_id=4).mask_id == 4
 
 
+def test_a_folder_that_is_no_checkpoint_is_told_by_its_files(tmp_path):
+    """And so is a path of a file, or below a folder that is there."""
+    refused(str(tmp_path), "no config.json.*save_pretrained")
+    written_by_training = tmp_path / "run" / "checkpoint-500"
+    written_by_training.mkdir(parents=True)
+    path, _ = written(written_by_training, "bert")
+    refused(str(tmp_path / "run"), re.escape(str(path)))
+    refused(f"{path}/config.json", rf"folder, {re.escape(str(path))}\.")
+    refused(f"{tmp_path}/run/nothing", "is not a local folder")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/network"}))
+    refused(str(adapter), "some/network, as pretrained and this folder as peft")
+
+
+def test_a_config_without_a_class_is_not_taken_for_an_autoregressive_one(tmp_path):
+    path, _ = written(tmp_path, "a2d-qwen3", {"architectures": None, "model_type": "qwen3"})
+    refused(path, r"family=.*Qwen3ForCausalLM.*estimator=ar.*attention=bidirectional.*from_model")
+
+
+def test_a_checkpoint_without_a_mask_token_lists_what_may_be_it(tmp_path):
+    path, _ = written(tmp_path, "bert")
+    tokenizer = tiny.tokenizer(mask=False)
+    tokenizer.add_tokens(["<|mdm_mask|>", "masks"])
+    tokenizer.save_pretrained(tmp_path)
+    number = tokenizer.convert_tokens_to_ids("<|mdm_mask|>")
+    refused(path, rf"mask_token_id=<id>.*<\|mdm_mask\|> \(id {number}\)(?!.*masks)")
+
+
 def test_devices_that_there_are_not():
     wrong = ["mps", "xpu", "nowhere"]
     if not torch.cuda.is_available():

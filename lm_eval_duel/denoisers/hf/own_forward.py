@@ -65,7 +65,10 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if config_class not in MODEL_FOR_MASKED_LM_MAPPING:
         if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-            require_known(checkpoint, MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__)
+            native_causal = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+            require_known(checkpoint, native_causal)
+            if not config.get("architectures"):
+                raise checkpoint.unknown("so what it was trained as is not known", native_causal)
             raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
     native = MODEL_FOR_MASKED_LM_MAPPING[config_class]
