@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import TEXT, TRUTH
+from lm_eval_duel.cli.scored import shown_log_prob
 from lm_eval_duel.console.command_line import FLAGS, PATH, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.console.exits import PROGRAM
 from lm_eval_duel.errors import UsageError, usage
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options, model_args_of, model_of
 from lm_eval_duel.results.table import number
 from lm_eval_duel.tasks import files, named
@@ -137,7 +139,8 @@ def _score(lm: DuelMDM) -> str:
     total = Total.from_scores(windows, scores, lm.estimator.name)
     steps = "" if total.nfe is None else f", {total.nfe} steps"
     method = lm.spec.get("rule", lm.estimator.name)
-    nats = number(total.log_prob, ".3f", total.stderr)
+    drawn = registry.find(lm.estimator.name).drawn is not None
+    nats = shown_log_prob(total.value, drawn, ".3f")
     about = f"{nats} nats for the {total.tokens} tokens of {SENTENCE!r}"
     return f"{about}, {method}{steps}, {total.value.label}, {number(seconds)} s"
 

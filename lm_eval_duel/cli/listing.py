@@ -191,9 +191,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
 }
 PRINTS = """\
 args        the model args: default and meaning of each
-rules       the unmasking rules and their parameters
+rules       the unmasking rules and their parameters; with FILE.py:CLASS, a rule of your own
 estimators  the estimators and their model args
-            rules FILE.py:CLASS shows a rule of your own
 presets     the deployed samplers that have a name, and the model args of each
 refused     the checkpoints that are refused, why, and what works instead
 tasks       the tasks of this package; --include_path takes their folder

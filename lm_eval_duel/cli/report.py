@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "report",
         "Compare results files of lm_eval: perplexities, paired differences, the gap to an autoregressive baseline.",
         EPILOG,
-        "results/duel results/elbo --ar results/ar --out report",
+        "$(lm-eval-duel list folders results) --out report",
         *("RESULTS", "ar", "out", "metric", "traces", "figures", "width"),
         page=Flag(TRUTH, False, "also write index.html: the results to sort, filter and share, and texts of traces"),
         title=Flag(TEXT, None, "the heading of the page"),

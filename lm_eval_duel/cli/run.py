@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> None:
     setup_logging()
     sys.argv = ["lm-eval", "run", *arguments]
     cli = HarnessCLI()
+    _name_our_default(cli)
     register()
     with usage():
         args = _parsed(cli)
@@ -143,6 +144,13 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
     except ValueError as error:  # from JSON
         message = " ".join(str(error).split())
     raise UsageError(f"run: {message}{_nearest_flag(cli, message)} See lm-eval-duel run --help.") from None
+
+
+def _name_our_default(cli: HarnessCLI) -> None:
+    """Say in lm-eval's help that --model is ours by default: its own default is hf."""
+    with contextlib.suppress(AttributeError, KeyError):  # lm-eval's parser is private
+        flag = cli._subparsers.choices["run"]._option_string_actions["--model"]
+        flag.help = f"Model name (default: {MODEL})"
 
 
 def _nearest_flag(cli: HarnessCLI, message: str) -> str:

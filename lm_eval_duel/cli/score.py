@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "score",
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
         PRINTS,
-        "notes.txt 'articles/*.jsonl' --model_args demo-mdm,rule=greedy,block=32",
+        "- --model_args demo-mdm,rule=greedy,block=32 <<< 'We the people of the United States'",
         *("model_args", "device", "batch_size", "json"),
         limit=dataclasses.replace(FLAGS["limit"], help="only the first documents"),
         FILE=Flag(PATH, MISSING, f"{', '.join(files.FORMATS)}, a folder, a pattern, or - for stdin", many=True),

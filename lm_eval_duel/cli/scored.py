@@ -118,7 +118,7 @@ class ScoredModel:
         shown: Columns = {
             "document": lambda line: line.name,
             "tokens": lambda line: number(line.tokens, "d"),
-            "log_prob": lambda line: _log_prob(line.value, drawn),
+            "log_prob": lambda line: shown_log_prob(line.value, drawn),
         }
         for metric in RATES:
             shown[metric] = _rate(metric, drawn)
@@ -145,7 +145,7 @@ class ScoredModel:
         if drawn is not None and value.error is None:
             yield drawn.unknown(spec)
         if self.documents_stderr is not None:
-            bits = number(self.total.figures()["bits_per_byte"], form_of("bits_per_byte"), bound=value.is_bound)
+            bits = _rate("bits_per_byte", drawn is not None)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share
@@ -153,10 +153,13 @@ class ScoredModel:
             yield unknown_share(self.total.unknown, self.total.tokens)
 
 
-def _log_prob(value: Value, drawn: bool) -> str:
-    """A log-probability: a bound of the perplexity from above is one of the log-probability from below."""
+def shown_log_prob(value: Value, drawn: bool, form: str = ".2f") -> str:
+    """A log-probability: a bound of the perplexity from above is one of the log-probability from below.
+
+    `drawn`: it has an error, which is `± ?` if it is not known.
+    """
     sign = "≥ " if value.is_bound else ""
-    return f"{sign}{number(value.nats, error=value.error, unsure=drawn)}"
+    return f"{sign}{number(value.nats, form, value.error, unsure=drawn)}"
 
 
 def _rate(metric: str, drawn: bool) -> Callable[[Line], str]:

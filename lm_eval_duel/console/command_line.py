@@ -31,6 +31,7 @@ from lm_eval_duel.arguments import (
 )
 from lm_eval_duel.console.exits import PROGRAM
 from lm_eval_duel.core.scores import METRICS
+from lm_eval_duel.demo import NAMES as BUNDLED_NAMES
 from lm_eval_duel.demo import model_hint
 from lm_eval_duel.errors import DuelError, UsageError, documentation, unknown, usage
 
@@ -235,11 +236,17 @@ FOLDER = path("a folder that can be written to; it is created if it does not exi
 FILE = path("a file that can be written, in a folder that exists", _is_writable_file)
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
-    "NAME": Flag(MODEL_NAME, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
+    "NAME": Flag(
+        MODEL_NAME,
+        None,
+        f"the model: a folder, a hub name, or one of {', '.join(BUNDLED_NAMES)}. The same as --model_args NAME",
+    ),
     "model_args": Flag(
         dataclasses.replace(KEY_VALUES, convert=_model_args),
         {},
-        "as for lm_eval: pretrained=NAME,rule=greedy,block=32, or NAME,rule=greedy,...",
+        "the model and its settings, as for lm_eval: pretrained=NAME,rule=greedy,block=32. Spaces may stand for the "
+        "commas, and NAME alone for pretrained=NAME. All settings: lm-eval-duel list args",
+        shows="KEY=VALUE,...",
         continues=True,
     ),
     "device": Flag(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one"),
@@ -248,7 +255,13 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
     "include_path": Flag(EXISTING, None, "a folder of your own task files", shows="DIR"),
     "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
-    "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=...", continues=True),
+    "metadata": Flag(
+        KEY_VALUES,
+        {},
+        "metadata of the tasks, as for lm_eval, such as data_dir=FOLDER. All keys: lm-eval-duel list metadata",
+        shows="KEY=VALUE,...",
+        continues=True,
+    ),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the table of docs/"),
@@ -379,7 +392,7 @@ def _help(flag: Flag) -> str:
     text = flag.help.replace("%", "%%")  # argparse would fill in a name after a single one
     has_default = flag.default is not False and flag.default not in (MISSING, None, "", (), {})
     default = flag.unset or (flag.shown if has_default else "")
-    return f"{text} ({default})" if default else text
+    return f"{text} (default: {default})" if default else text
 
 
 def _read(name: str, flag: Flag, written: Any) -> Any:

@@ -107,6 +107,22 @@ def test_help_says_what_is_printed_with_an_example(capsys):
         out = capsys.readouterr().out
         assert ended.value.code == 0
         assert f"\n  lm-eval-duel {name} " in out, name
+        assert "default: hf" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_the_example_of_a_help_works_as_it_is_printed(name, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        program.main([name, "--help"])
+    _, _, from_example = capsys.readouterr().out.partition("example:\n")
+    line, *_ = from_example.splitlines()
+    environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=environment)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout
 
 
 def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):

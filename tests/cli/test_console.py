@@ -198,12 +198,12 @@ def test_a_flag_that_is_needed_is_asked_for():
 def test_help_has_every_flag_with_its_default():
     shown = " ".join(Example().format_help().split())
     for part in (
-        "--count N a count of 5 % (3)",
-        "counts ((1, 2))",
+        "--count N a count of 5 % (default: 3)",
+        "counts (default: (1, 2))",
         "a truth --",
-        "a text (what is there)",
-        "formats (one)",
-        "none at all (0)",
+        "a text (default: what is there)",
+        "formats (default: one)",
+        "none at all (default: 0)",
         "a text that must be given --",
         "[NAME]",
         "[--json [FILE]]",

@@ -1,6 +1,7 @@
 """`inspect --tasks` and `--files`: the counts are those of a run, and each estimator has its time."""
 
 import json
+import re
 
 import pytest
 
@@ -145,3 +146,18 @@ def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, m
 
     assert all(estimator.seconds >= 1.0 for estimator in timed)
     assert timed_with_longer[0].seconds > timed[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("model", "sign", "error"),
+    [
+        ("demo-bd,rule=greedy", "", ""),
+        ("demo-bd,estimator=elbo,mc_samples=16", "≥ ", r" ± [\d.]+"),
+        ("demo-bd,estimator=elbo,mc_samples=2", "≥ ", r" ± \?"),  # too few draws for an error
+        ("demo-mdm,estimator=two_phase,block=8", "", r" ± \?"),
+    ],
+)
+def test_the_score_of_a_text_has_its_sign_and_its_error(model, sign, error, capsys):
+    main(["inspect", "--model_args", model, "--json", "--device", "cpu"])
+    described = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert re.match(rf"{sign}-[\d.]+{error} nats ", described["one text"]), described["one text"]

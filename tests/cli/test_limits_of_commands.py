@@ -333,8 +333,8 @@ def test_the_error_over_documents_is_that_of_a_ratio():
 
 def test_a_bound_of_the_perplexity_from_above_is_one_of_the_log_probability_from_below():
     bound = Value(-2.5, 0.5, Kind.UPPER_BOUND)
-    assert scored._log_prob(bound, True) == "≥ -2.50 ± 0.50"
-    assert scored._log_prob(Value(-2.5), True) == "-2.50 ± ?"
+    assert scored.shown_log_prob(bound, True) == "≥ -2.50 ± 0.50"
+    assert scored.shown_log_prob(Value(-2.5), True) == "-2.50 ± ?"
 
 
 def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):

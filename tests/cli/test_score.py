@@ -119,6 +119,7 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
     assert re.search(rf"≤ {total['token_perplexity']:.2f} ± [\d.]+ ", printed)
     assert re.search(rf"≤ {total['bits_per_byte']:.4f} ± [\d.]+\n", printed)
     assert "an upper bound of the perplexity" in printed
+    assert re.search(rf"bits per byte ≤ {total['bits_per_byte']:.4f} ± [\d.]+, standard error over documents", printed)
 
     assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
