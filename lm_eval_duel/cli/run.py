@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import at_home, unique_keys
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, read_pairs
+from lm_eval_duel.console.exits import INTERRUPTED, stop, stopped
 from lm_eval_duel.errors import UsageError, documentation, nearest, require_known, usage
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.autoload import register
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         with _task_files(names, args.include_path):
             cli.execute(args)
+    except KeyboardInterrupt:  # before or after the scoring, which ends with a message of its own
+        stop(INTERRUPTED, stopped(args.use_cache))
     except ValueError as error:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
             raise UsageError(_tasks_not_found(str(error), args.include_path)) from None

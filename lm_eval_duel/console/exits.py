@@ -111,6 +111,13 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError)
 
 
+def stopped(use_cache: str | None) -> str:
+    """The message of a run that Ctrl-C has ended before or after its scoring. `use_cache`: the path of --use_cache."""
+    if not use_cache:
+        return "stopped."
+    return f"stopped. Finished answers are in {use_cache}_rank*.db: run the same command to resume."
+
+
 def stop(code: int, message: str) -> NoReturn:
     """End a command with one line on stderr and an exit code."""
     handles_an_error = sys.exc_info()[0] is not None

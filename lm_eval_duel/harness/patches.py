@@ -25,7 +25,7 @@
                                 names the folder of results after the bundled model if no other is named; lm-eval draws
                                 a name
 
-    sys.excepthook              prints our errors in one line, in lm_eval's own command only
+    sys.excepthook              prints our errors and Ctrl-C in one line, in lm_eval's own command only
 
     logger lm_eval.api.task     does not warn that our tasks take --metadata: they do, and docs/tasks.md says which
 
@@ -67,6 +67,7 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.arguments import unique_keys
 from lm_eval_duel.console.command_line import LARGE, key_values, with_nulls
+from lm_eval_duel.console.exits import stopped
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
@@ -122,7 +123,7 @@ class WithoutOurAdvice(logging.Filter):
 
 
 def in_lm_evals_command() -> None:
-    """Print DuelErrors in one line in lm_eval's own command, as `lm-eval-duel run` does; elsewhere change nothing.
+    """Print DuelErrors and Ctrl-C in one line in lm_eval's own command, as `lm-eval-duel run` does.
 
     Raises:
         DuelError: If its command line gives a model arg twice, of which lm-eval takes the last value.
@@ -132,22 +133,27 @@ def in_lm_evals_command() -> None:
     is_module = command.parts[-2:] == ("lm_eval", "__main__.py")
     if not (is_script or is_module):
         return
-    sys.excepthook = _one_line
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
+    parser.add_argument("--use_cache", "-c")
     options, _ = parser.parse_known_args()
+    sys.excepthook = functools.partial(_one_line, options.use_cache)
+
     pairs: list[tuple[str, Any]] = []
     for text in options.model_args:
         pairs += key_values(text).items()
     unique_keys(pairs)
 
 
-def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    if issubclass(kind, DuelError) and os.environ.get("LMEVAL_LOG_LEVEL", "").upper() != "DEBUG":
-        print(f"lm_eval: {error}", file=sys.stderr, flush=True)
-    else:
+def _one_line(
+    use_cache: str | None, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    wants_traceback = os.environ.get("LMEVAL_LOG_LEVEL", "").upper() == "DEBUG"
+    if wants_traceback or not issubclass(kind, DuelError | KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
+        return
+    message = stopped(use_cache) if issubclass(kind, KeyboardInterrupt) else str(error)
+    print(f"lm_eval: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

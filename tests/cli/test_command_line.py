@@ -213,16 +213,19 @@ def test_a_console_shows_what_its_encoding_can(encoding):
 @pytest.mark.parametrize(("command", "shown"), [("/bin/lm_eval", "lm_eval: a\n"), ("my_evaluation.py", "Traceback")])
 def test_lm_evals_own_command_prints_one_line(command, shown, monkeypatch, capsys):
     importlib.import_module("lm_eval.evaluator")  # as in lm_eval's command
-    monkeypatch.setattr(sys, "argv", [command])
+    monkeypatch.setattr(sys, "argv", [command, "--use_cache", "runs/answers"])
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(DuelError):
         DuelMDM(rule="gredy")  # before anything is loaded
-    for error, begins in ((DuelError("a"), shown), (KeyError("a"), "Traceback")):
+    for error, begins in ((DuelError("a"), shown), (KeyError("a"), "Traceback"), (KeyboardInterrupt(), shown[:9])):
         try:
             raise error
-        except Exception:
+        except BaseException:
             sys.excepthook(*sys.exc_info())
-        assert capsys.readouterr().err.startswith(begins)
+        printed = capsys.readouterr().err
+        assert printed.startswith(begins)
+        is_of_the_run = isinstance(error, KeyboardInterrupt) and "Traceback" not in shown
+        assert ("runs/answers_rank" in printed) == is_of_the_run, "where the finished answers are"
 
 
 # ---------------------------------------------------------------- whatever is named

@@ -154,3 +154,20 @@ def test_values_of_a_config_file_have_their_types(key, value, takes, tmp_path):
     for empty in (None, empty_of_its_type):
         file.write_text(json.dumps({key: empty}))
         assert run._load_config(str(file))[key] == empty
+
+
+@pytest.mark.parametrize("cache", [[], ["--use_cache", "runs/answers"]])
+def test_ctrl_c_after_the_scoring_ends_with_one_line_that_names_the_answers(cache, monkeypatch, capsys):
+    from lm_eval._cli import HarnessCLI
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HarnessCLI, "execute", interrupted)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # `run` replaces it
+    with pytest.raises(SystemExit) as end:
+        run.main(["demo-mdm", "--tasks", "sotu", *cache])
+    assert end.value.code == 130
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert ("runs/answers_rank" in printed) == bool(cache)
