@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.audit.verify import OTHER_TEXTS
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import naming
+from lm_eval_duel.denoisers.vocabulary import added_tokens
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder
@@ -139,6 +140,38 @@ def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> lis
             " or with the text after the gap" if has_gaps else "",
         )
     return windows
+
+
+def difference_from_hf(text: TextEncoder, kind: str, windows: Sequence[Sequence[Window]], bos_is_chosen: bool) -> str:
+    """A sentence on how an autoregressive network's numbers differ from those of `--model hf`; empty if they do not.
+
+    `windows`: of each request of this kind. Special tokens that the user has chosen are not questioned.
+    """
+    if text.denoiser.attention != "causal":
+        return ""
+    if kind == "loglikelihood_rolling" and text.scheme != "harness" and any(len(parts) > 1 for parts in windows):
+        return "texts longer than a row are cut as under --model hf with windows=harness alone"
+    if bos_is_chosen:
+        return ""
+    added = tokenizer_adds(text.tokenizer)
+    if kind == "loglikelihood_rolling":
+        if added and text.prefix:
+            return "--model hf would also score the BOS that this tokenizer adds, unless it gets add_bos_token=False"
+    elif text.prefix and not added:
+        return (
+            f"each context begins with a BOS (bos={text.bos}), and under --model hf with none: this tokenizer adds none. "
+            "For its numbers pass bos=none"
+        )
+    return ""
+
+
+def tokenizer_adds(tokenizer: Any) -> bool:
+    """True if a tokenizer adds special tokens to a text of its own accord."""
+    try:
+        before, after = added_tokens(tokenizer)
+    except DuelError:  # no text shows it
+        return False
+    return bool(before or after)
 
 
 def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:

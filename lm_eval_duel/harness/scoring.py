@@ -31,6 +31,7 @@ from lm_eval_duel.harness.progress import Progress, RunningEstimate
 from lm_eval_duel.harness.requests import (
     Batch,
     continuation_windows,
+    difference_from_hf,
     document_of,
     document_windows,
     name,
@@ -98,6 +99,7 @@ class Evaluation:
         """The log-likelihood of each continuation, and True if decoding would write it."""
         batch = Batch.from_requests(requests)
         windows = continuation_windows(self.text, batch.requests)
+        self._log_difference_from_hf("loglikelihood", windows)
         answers = Scoring(self, "loglikelihood", batch.requests, windows).answers()
         return batch.spread([(answer, answer.is_greedy) for answer in answers])
 
@@ -105,8 +107,17 @@ class Evaluation:
         """The log-likelihood of each whole text, by default in a random order, with estimates of the final values."""
         batch = Batch.from_requests(requests)
         windows = document_windows(self.text, batch.requests)
+        self._log_difference_from_hf(ROLLING, windows)
         shuffled = self.options.order == "random"
         return batch.spread(Scoring(self, ROLLING, batch.requests, windows, shuffled).answers())
+
+    def _log_difference_from_hf(self, kind: str, windows: Sequence[Sequence[Window]]) -> None:
+        """Log where `--model hf` would have other numbers of this network, on the first rank."""
+        if self.ranks.rank:
+            return
+        note = difference_from_hf(self.text, kind, windows, self.options.bos is not None)
+        if note:
+            log.info("%s", note)
 
     @cached_property
     def sampler(self) -> DuelEstimator:

@@ -120,3 +120,21 @@ def test_whole_texts(both, name):
             stock = HFLM(pretrained=hf.model, tokenizer=hf.tokenizer, add_bos_token=False, batch_size=1)
         [expected] = answers(stock, "loglikelihood_rolling", (text,))
         assert log_prob == pytest.approx(expected, abs=1e-3), text
+
+
+@pytest.mark.parametrize("name", ["plain", "no BOS", "adds one"])
+def test_numbers_that_differ_by_default_are_named(both, name, caplog, monkeypatch):
+    """Under the default `bos`, of a continuation and of a text: a line names `--model hf` if it has another number."""
+    adds, named, stock, _ = SETTINGS[name]
+    monkeypatch.setitem(SETTINGS, name, (adds, named, stock, {}))
+    hf, ours = both(name)
+    for kind, arguments in (("loglikelihood", ("We the", " people")), ("loglikelihood_rolling", ("We the people",))):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            [value] = answers(ours, kind, arguments)
+        [expected] = answers(hf, kind, arguments)
+        if kind == "loglikelihood":
+            value, _ = value
+            expected, _ = expected
+        differs = abs(value - expected) > 1e-3
+        assert ("--model hf" in caplog.text) == differs, (kind, value, expected)
