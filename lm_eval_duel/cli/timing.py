@@ -21,6 +21,7 @@ from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import rule_for
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.stats import peak_memory
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.table import number
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 TIMED = ("duel", "two_phase", "elbo")  # besides the run's own estimator
 WINDOWS = 4  # are timed together
 SECONDS = 10.0  # unless the first of them takes longer than this
+AT_LEAST = "≥ "
+ABOUT = "~ "
 HEADER = ("estimator", "NFE", "calls", "rows", "token-rows", "time", "peak MiB", "what it gives")
 
 
@@ -51,6 +54,7 @@ class TimedEstimator:
     calls: int | None = None  # at least
     rows: float | None = None
     token_rows: float | None = None
+    is_expected: bool = False  # blocks are drawn, and these are the counts to expect
 
 
 def read_documents(lm: DuelMDM, options: argparse.Namespace, tasks: Sequence[Task]) -> list[list[Window]]:
@@ -145,7 +149,10 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
 
     gives = estimator.worth.label
     memory = peak_memory(lm.denoiser.device)
-    return TimedEstimator(estimator.name, gives, len(sample), seconds / share, memory, **counts)
+    is_expected = isinstance(estimator, TwoPhase) and estimator.arguments.sample < 1
+    return TimedEstimator(
+        estimator.name, gives, len(sample), seconds / share, memory, **counts, is_expected=is_expected
+    )
 
 
 def _tokens(windows: Sequence[Window]) -> int:
@@ -186,11 +193,13 @@ def table(
     rows = []
     for each in timed:
         sign = bounded if each.nfe else ""  # the counts of an ELBO do not depend on the rule
+        if each.is_expected:
+            sign = ABOUT
         rows.append(
             (
                 each.estimator,
                 _count(each.nfe, sign),
-                _count(each.calls, sign),
+                _count(each.calls, ABOUT if sign else AT_LEAST),
                 _count(each.rows, sign),
                 _count(each.token_rows, sign),
                 _duration(each.seconds),
@@ -203,10 +212,15 @@ def table(
     lines = [
         f"{counted(about['documents'], 'document')}, {counted(about['tokens'], 'token')} in "
         f"{counted(about['windows'], 'window')} of at most {counted(about['length'], 'position')}. Up to "
-        f"{counted(most, 'window')} {verb} timed for each estimator, on {lm.denoiser.device}:",
+        f"{counted(most, 'window')} {verb} timed for each estimator, on {lm.denoiser.device}; the figures "
+        "are of all:",
         "",
         plain_table(HEADER, rows),
     ]
+    cells = [cell for row in rows for cell in row]
+    for sign, meaning in ((AT_LEAST, "at least this many"), (ABOUT, "about this many: a run counts its own")):
+        if any(cell.startswith(sign) for cell in cells):
+            lines.append(f"{sign}{meaning}")
     if bounded:
         known = "are at most that" if bounded == "≤ " else "have no bound"
         lines.append(f"{bounded}one position a step is counted: this rule's steps depend on the text, and {known}.")
@@ -219,7 +233,7 @@ def _steps(lm: DuelMDM) -> str:
     setting = cost.Setting(lm.denoiser, rule, lm.estimator.block, lm.estimator.grid)
     if setting.is_exact:
         return ""
-    return "~ " if rule.may_pick_none else "≤ "
+    return ABOUT if rule.may_pick_none else "≤ "
 
 
 def _count(value: float | None, sign: str) -> str:

@@ -159,7 +159,7 @@ def difference_from_hf(text: TextEncoder, kind: str, windows: Sequence[Sequence[
             return "--model hf would also score the BOS that this tokenizer adds, unless it gets add_bos_token=False"
     elif text.prefix and not added:
         return (
-            f"each context begins with a BOS (bos={text.bos}), and under --model hf with none: this tokenizer adds none. "
+            f"each context begins with a BOS (bos={text.bos}), and under --model hf with none, as of this tokenizer. "
             "For its numbers pass bos=none"
         )
     return ""

@@ -250,7 +250,7 @@ def test_every_count_and_unit_of_the_table(monkeypatch):
     timed = [
         timing.TimedEstimator("duel", "a likelihood", 4, 90.0, 3 * 2**20, 1234.0, 56, 7890.0, 12345.0),
         timing.TimedEstimator("elbo", "a bound", 2, 7200.0, 2**30, None, 5, 6.0, 7.0),
-        timing.TimedEstimator("other", "a value", 1, 0.5, 0),
+        timing.TimedEstimator("drawn", "an estimate", 1, 0.5, 0, 3.0, 2, 4.0, 9.0, is_expected=True),
     ]
     documents = [[Window((1,), (2, 3)), Window((), (4,))], [Window((), (5,))]]
 
@@ -259,19 +259,19 @@ def test_every_count_and_unit_of_the_table(monkeypatch):
 
     assert shown[0] == (
         "2 documents, 4 tokens in 3 windows of at most 3 positions. Up to 4 windows were timed for each estimator, "
-        "on cpu:"
+        "on cpu; the figures are of all:"
     )
     head, *rows = (" ".join(line.split()) for line in shown[2:6])
     assert head == "estimator NFE calls rows token-rows time peak MiB what it gives"
     assert rows == [
-        "duel ≤ 1,234 ≤ 56 ≤ 7,890 ≤ 12,345 1.5 min 3 a likelihood",
-        "elbo 5 6 7 2 h 1,024 a bound",
-        "other 0.5 s 0 a value",
+        "duel ≤ 1,234 ~ 56 ≤ 7,890 ≤ 12,345 1.5 min 3 a likelihood",
+        "elbo ≥ 5 6 7 2 h 1,024 a bound",
+        "drawn ~ 3 ~ 2 ~ 4 ~ 9 0.5 s 0 an estimate",
     ]
-    assert "at most that" in shown[6]
-    assert shown[7:] == ["a note"]
+    assert [line[0] for line in shown[6:9]] == ["≥", "~", "≤"], "each sign is explained"
+    assert shown[9:] == ["a note"]
 
-    assert list(figures["estimators"]) == ["duel", "elbo", "other"]
+    assert list(figures["estimators"]) == ["duel", "elbo", "drawn"]
     in_json = json.loads(json.dumps(figures))["estimators"]
     for estimator in timed:
         assert in_json[estimator.estimator] == dataclasses.asdict(estimator)
