@@ -191,7 +191,7 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
     for seed in estimator.seeds:
         network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, seed)
         assert network is not None  # there was one for the first seed
-        [run] = estimator.of_seed(seed).log_prob([window])
+        [run] = estimator.with_seed(seed).log_prob([window])
         path = along_any_order(network, estimator.rule, run)
         # A rule that spans blocks has joined them to one chain by now: its history carries the noise of one block into
         # the next, so their probabilities are not independent, and the product of their means bounds nothing.

@@ -114,7 +114,7 @@ class ScoredModel:
     def table(self) -> str:
         """The scores as text, with what the numbers are below."""
         lines = [*self.lines, self.total] if len(self.lines) > 1 else self.lines
-        drawn = registry.find(self.estimator).drawn is not None
+        drawn = registry.find(self.estimator).monte_carlo is not None
         shown: Columns = {
             "document": lambda line: line.name,
             "tokens": lambda line: number(line.tokens, "d"),
@@ -141,7 +141,7 @@ class ScoredModel:
         value = self.total.value
         kind = "" if value.is_exact and not value.note else f" ({self.kind})"
         yield f"{self.method}{kind}"
-        drawn = registry.find(self.estimator).drawn
+        drawn = registry.find(self.estimator).monte_carlo
         if drawn is not None and value.error is None:
             yield drawn.unknown(spec)
         if self.documents_stderr is not None:
@@ -195,7 +195,7 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
         lines_of_rank[n] = Line(
             name=name,
             key=stats.key_of(text),
-            value=lm.estimator.worth.with_nats(float(answer), answer.stderr),
+            value=lm.estimator.value_template.with_nats(float(answer), answer.stderr),
             tokens=answer.tokens,
             words=words,
             bytes=size,

@@ -230,7 +230,7 @@ class BlockCausalView(View):
         else:
             self._share = self.clean.shares(self.block)  # (N,)
         self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
-        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of all columns before each one
+        self._prefix_hashes: torch.Tensor | None = None  # (N, L + 1) of all columns before each one
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         """A lane's own positions, or its share of the clean positions if that is larger: their keys take memory too."""
@@ -238,7 +238,7 @@ class BlockCausalView(View):
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
-        self._past_hash = None
+        self._prefix_hashes = None
 
     def positions(self, lanes: Lanes) -> Positions:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
@@ -265,11 +265,11 @@ class BlockCausalView(View):
 
     def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
         """A hash of the ids before the block of each lane, (R,)."""
-        if self._past_hash is None:
+        if self._prefix_hashes is None:
             columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
             total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) sums of int64 wrap around
-            self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
-        return self._past_hash[lanes.row, lanes.start]
+            self._prefix_hashes = F.pad(total, (1, 0))  # (N, L + 1)
+        return self._prefix_hashes[lanes.row, lanes.start]
 
     # ------------------------------------------------------------ what a block sees
 

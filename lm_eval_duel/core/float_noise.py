@@ -7,7 +7,7 @@ Four places ask whether an answer depends on its own input alone, each of someth
     checked rules           the picks and memory of a lane     rules/checked.py
     verify and audit        the log-probability of a window    audit/
 
-They share what is here: how inputs are drawn, how differences are measured, and how large they may be. No torch is
+They share what is here: how inputs are chosen, how differences are measured, and how large they may be. No torch is
 imported before a network is there.
 
 Shapes: S rows of values, X values in a row, V tokens.
@@ -41,11 +41,11 @@ PER_TOKEN = 1e-6
 CAUSES = "a capacity of experts, statistics of the batch or a counter"
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- what is evaluated again
 
 
-def drawn(number: int, *keys: torch.Tensor | int) -> torch.Tensor:
-    """The indices of `number` entries, drawn by a hash of their keys: the same in every run and on every device."""
+def choose_by_hash(number: int, *keys: torch.Tensor | int) -> torch.Tensor:
+    """The indices of `number` entries, chosen by a hash of their keys: the same in every run and on every device."""
     return hashed(*keys).argsort()[:number]
 
 

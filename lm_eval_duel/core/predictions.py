@@ -94,7 +94,7 @@ class Predictions:
         """The same predictions at `masked` (R, W) alone, some of the masked positions; nothing is computed again."""
         return self._part(masked, masked[self._at], self._at, self.all_mask)
 
-    def of_lane(self, lane: int, width: int) -> Predictions:
+    def in_lane(self, lane: int, width: int) -> Predictions:
         """The same predictions in one lane alone, cut to `width`; nothing is computed again."""
         lane_of, position = self._at  # (C,) each
         only = slice(lane, lane + 1)
@@ -119,7 +119,7 @@ class Predictions:
         where distributions are truncated, by top-p say, float noise may move a token across the border, and every
         statistic with it.
         """
-        alone = self.of_lane(lane, tokens.shape[1]).unfiltered
+        alone = self.in_lane(lane, tokens.shape[1]).unfiltered
         log_prob = alone.log_prob(tokens)  # (1, W)
         planes = (alone.confidence, alone.log_margin, alone.log_sum, log_prob)
         return torch.stack([plane[0].double() for plane in planes])  # (S, W)
@@ -241,8 +241,8 @@ class Predictions:
         if self._targets is not None and torch.equal(torch.where(ids < 0, ids, self._targets), ids):
             # all of them are targets, whose logits were read in the first pass
             logit = self._statistic("target")  # (C,)
-            of_targets = self._at_masked(logit, self._row, self.masked)  # (R, W)
-            return of_targets.masked_fill(~wanted, math.nan)
+            log_prob = self._at_masked(logit, self._row, self.masked)  # (R, W)
+            return log_prob.masked_fill(~wanted, math.nan)
         given = (ids >= 0).nonzero()[:, 0]  # (c,)
         row = self._row[given]  # (c,)
         ids = ids[given]  # (c,)
@@ -324,18 +324,18 @@ class Predictions:
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
             top = top_of(logits)
-            of_part = top._asdict()
+            part_statistics = top._asdict()
             if name in ON_DEMAND:
-                of_part[name] = ON_DEMAND[name](logits, top)
+                part_statistics[name] = ON_DEMAND[name](logits, top)
             if targets is not None:
                 positions = positions_of_parts[n]  # (c,)
                 row = self._row[positions] - part.start  # (c,) in the chunk
-                of_part["target"] = logits[row, targets[positions]]  # (c,)
-            parts.append(of_part)
+                part_statistics["target"] = logits[row, targets[positions]]  # (c,)
+            parts.append(part_statistics)
 
         statistics = {}
         for key in parts[0]:
-            statistics[key] = torch.cat([of_part[key] for of_part in parts])
+            statistics[key] = torch.cat([part_statistics[key] for part_statistics in parts])
         if targets is not None:  # back into the order of masked positions
             logit = statistics["target"]  # (C,)
             order = torch.cat(positions_of_parts)  # (C,)

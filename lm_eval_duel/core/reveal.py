@@ -126,7 +126,7 @@ class Reveal:
                 after = self._step_that_fits(active, due)
                 self.counts.lane_steps += len(after)
                 if due:
-                    # the lanes just drawn wait for the next comparison, unless the weights may change before it
+                    # the lanes just chosen wait for the next comparison, unless the weights may change before it
                     latest = due if self.view.denoiser.fixed_weights else 0
                     self.checks.compare(self.counts, latest)
 
@@ -167,7 +167,7 @@ class Reveal:
             lanes = self._halve(lanes)  # outside the handler, so that the tensors of the step are released
 
     def _step(self, lanes: Lanes, due: int) -> Lanes:
-        """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
+        """The lanes after one step, which is added to the scores; `due` of them are chosen to be evaluated again."""
         with naming_window(lanes, self.group.window_indices), without_autocast(self.view.denoiser):
             targets = None
             if self.token_source is None:
@@ -183,9 +183,9 @@ class Reveal:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
             # before the scores: it may run out of memory
             after = lanes.reveal(decision.pick, tokens, decision.memory, evaluated.carried)
-            drawn = []
+            checks = []
             if due:
-                drawn = row_checks.draw(
+                checks = row_checks.make_checks(
                     due,
                     self.group.opened,
                     self.view,
@@ -195,7 +195,7 @@ class Reveal:
                     self.group.window_indices,
                 )
             self.scores.add(Step(lanes, evaluated, decision, tokens))
-            self.checks.add(drawn)
+            self.checks.add(checks)
         return after
 
     def _fill(self) -> Lanes | None:

@@ -1,8 +1,8 @@
 """Rows evaluated again alone: neither the other rows of a call nor earlier calls may change a row's predictions.
 
-Throughout a run some lanes are drawn by a hash of (window, block, step), and each is evaluated again, alone:
+Throughout a run some lanes are chosen by a hash of (window, block, step), and each is evaluated again, alone:
 
-    when the next lanes are drawn         finds what changes with the other rows of a call, and what changes with time
+    when the next lanes are chosen        finds what changes with the other rows of a call, and what changes with time
     right away, for a network in memory   finds the former only: the caller may train it before the next step
     at the end of `log_prob` and others   finds the latter for such a network, too: it is not trained before they return
 
@@ -26,9 +26,9 @@ from lm_eval_duel.core.float_noise import (
     CAUSES,
     FLOAT32,
     FLOOR,
+    choose_by_hash,
     differ,
     difference,
-    drawn,
     is_coarse,
     magnitude,
     nats_tolerance,
@@ -74,18 +74,18 @@ class LaneCheck(NamedTuple):
 
     alone: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
     in_call: Callable[[], torch.Tensor] | None  # among the lanes of its call; None: these are not kept
-    statistics: torch.Tensor  # (S, W)
+    statistics: torch.Tensor  # (S, W) of the first time
     size: torch.Tensor  # (S, 1) the units in which statistics differ
     network: Network
     window: int  # its index among all that are scored
     target: int  # target positions of that window
     place: str  # in its window
-    most: float  # the largest difference that may be float noise, whatever noise is measured
+    ceiling: float  # a larger difference is no float noise, whatever noise is measured
 
     @property
     def measured(self) -> bool:
         """True if small differences mean something: in float32, without experts."""
-        return self.most <= FLOAT32
+        return self.ceiling <= FLOAT32
 
     def limit(self, again: torch.Tensor) -> float:
         """The largest difference that may be float noise; `again` (S, W): the statistics alone.
@@ -94,12 +94,12 @@ class LaneCheck(NamedTuple):
         the call in another order.
         """
         if self.in_call is None or not self.measured:
-            return self.most
+            return self.ceiling
         try:
             noise = difference(again, self.in_call(), self.size)
         except torch.OutOfMemoryError:
-            return self.most
-        return min(self.most, max(FLOOR, NOISE_FACTOR * noise))
+            return self.ceiling
+        return min(self.ceiling, max(FLOOR, NOISE_FACTOR * noise))
 
 
 class Mean:
@@ -174,7 +174,7 @@ class RowChecks:
 
     def __init__(self) -> None:
         self.waiting: list[LaneCheck] = []
-        # to repeat at the end of a run; None: nothing is repeated
+        # those to repeat at the end of a run of a network in memory; None: nothing is repeated
         self.first: list[LaneCheck] | None = None
         self.drift = Drift()
         self._drift_reported = False
@@ -184,10 +184,11 @@ class RowChecks:
 
         `lanes_per_row`: the number of lanes that cost as much as one evaluated alone.
         """
-        count = counts.lane_steps + lanes
-        already = counts.rows_checked + len(self.waiting)
-        in_all = min(count, FIRST) + checks_among(count / lanes_per_row)
-        due = int(in_all) - already
+        lane_steps = counts.lane_steps + lanes  # of the run, with these
+        in_rows = lane_steps / lanes_per_row  # what they cost
+        wanted = min(lane_steps, FIRST) + checks_among(in_rows)
+        chosen_before = counts.rows_checked + len(self.waiting)
+        due = int(wanted) - chosen_before
         if self.first is not None:
             due = max(due, REPEATED - len(self.first))
         return min(lanes, max(0, due))
@@ -199,7 +200,7 @@ class RowChecks:
             self.first += checks[: FIRST - len(self.first)]
 
     def compare(self, counts: Counts, latest: int = 0) -> None:
-        """Evaluate the waiting lanes alone, but for the `latest` ones, and count those that differ.
+        """Evaluate the waiting lanes alone, but for the last `latest`, and count those that differ.
 
         Raises:
             InconsistentOutput: If one differs in float32; the message names it.
@@ -272,15 +273,15 @@ class RowChecks:
         )
 
 
-def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
-    """`number` of the lanes, drawn by a hash of (window, block, step)."""
+def choose_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
+    """`number` of the lanes, chosen by a hash of (window, block, step)."""
     window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
     block = lanes.start - lanes.origin  # (R,)
-    indices: list[int] = drawn(number, window, block, lanes.step).tolist()
+    indices: list[int] = choose_by_hash(number, window, block, lanes.step).tolist()
     return indices
 
 
-def draw(
+def make_checks(
     number: int,
     opened: Callable[[Rows], Evaluator],
     view: Evaluator,
@@ -294,24 +295,23 @@ def draw(
     Among these are the log-probs of `tokens` (R, W).
     """
     network = view.denoiser
-    most = tolerance(network)
     offset = 1.0 if is_coarse(network) else OFFSET
     values_in_memory = sum(plane.numel() for plane in lanes.memory)
     keeps_call = values_in_memory <= KEPT * lanes.tokens.numel()
 
     checks = []
-    for lane in draw_lanes(lanes, number, window_indices):
+    for lane in choose_lanes(lanes, number, window_indices):
         row = int(lanes.row[lane])
         only = slice(lane, lane + 1)
         one_lane = lanes.select(only).in_row(0)
         lane_tokens = tokens[only].clone()  # (1, W)
         values = evaluated.compared(lane, lane_tokens)  # (S, W)
         size = magnitude(values)  # (S, 1)
-        size = size.clamp(min=float(size[LOG_SUM]) * offset)
+        size = size.clamp(min=float(size[LOG_SUM]) * offset)  # see OFFSET
         position = int(lanes.start[lane] - lanes.origin[lane])
-        in_call = partial(_again, opened, view.rows, lanes, lane, lane_tokens)
+        in_call = partial(_evaluate_again, opened, view.rows, lanes, lane, lane_tokens)
         check = LaneCheck(
-            alone=partial(_again, opened, view.rows.alone(row), one_lane, 0, lane_tokens),
+            alone=partial(_evaluate_again, opened, view.rows.alone(row), one_lane, 0, lane_tokens),
             in_call=in_call if keeps_call else None,
             statistics=values,
             size=size,
@@ -319,25 +319,25 @@ def draw(
             window=window_indices[row],
             target=int(view.rows.target[row]),
             place=f"block at target position {position}, step {int(lanes.step[lane])}",
-            most=most,
+            ceiling=tolerance(network),
         )
         checks.append(check)
     return checks
 
 
-def _again(
+def _evaluate_again(
     opened: Callable[[Rows], Evaluator],
     rows: Rows,
     lanes: Lanes,
-    number: int,
+    lane: int,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """The statistics (S, W) of lane `number`, evaluated together with the others of `lanes`.
+    """The statistics (S, W) of one lane with `tokens` (1, W), evaluated together with the others of `lanes`.
 
     All lanes move up by one place, so that among several a lane stands elsewhere in the call than the first time.
     """
     view = opened(rows)
     order = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
     evaluated = view(lanes.select(order))
-    place = (number - 1) % len(lanes)
+    place = (lane - 1) % len(lanes)
     return evaluated.compared(place, tokens)

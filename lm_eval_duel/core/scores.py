@@ -175,10 +175,10 @@ class Value:
         return entries
 
     @classmethod
-    def read(cls, entries: Mapping[str, Any], worth: Value | None = None) -> Value | None:
+    def read(cls, entries: Mapping[str, Any], template: Value | None = None) -> Value | None:
         """The inverse of `describe`. None: there is no value, only a null without a reason.
 
-        `worth`: a value with the kind and the note that the estimator's spec implies, for entries without their own.
+        `template`: a value with the kind and the note that the estimator's spec implies, for entries without their own.
         """
         nats = entries.get("log_prob")
         if nats is None and entries.get("reason") is None:
@@ -188,9 +188,9 @@ class Value:
         if entries.get("kind") is not None:
             kind = Kind[entries["kind"].upper()]
             note = entries.get("note", "")
-        elif worth is not None:
-            kind = worth.kind
-            note = worth.note
+        elif template is not None:
+            kind = template.kind
+            note = template.note
         error = entries.get("stderr")
         return cls(
             nats=_nats_from_json(nats),

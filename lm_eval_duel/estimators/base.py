@@ -125,9 +125,9 @@ class Estimator(abc.ABC):
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
     @cached_property
-    def worth(self) -> Value:
+    def value_template(self) -> Value:
         """The kind of this estimator's values and the note on them, as a `Value` whose nats are not known."""
-        return registry.worth(self.name, self.describe())
+        return registry.value_template(self.name, self.describe())
 
     def ignored_args(self, given: Collection[str]) -> list[str]:
         """The model args given that change nothing under this estimator and network."""
@@ -319,8 +319,8 @@ class Estimator(abc.ABC):
         known = {first + index for index in window.known}  # columns
         scored = []
         for start, width in spans:
-            of_target = range(max(start, first), start + width)  # a first block may begin inside the context
-            if not known.issuperset(of_target):
+            target_columns = range(max(start, first), start + width)  # a first block may begin inside the context
+            if not known.issuperset(target_columns):
                 scored.append((start, width))
         return scored
 

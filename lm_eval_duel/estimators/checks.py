@@ -53,7 +53,7 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
     A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
     """
     grid = GRID.read("grid", grid)
-    if of_canvases(denoiser) and grid == "row":
+    if has_canvases(denoiser) and grid == "row":
         raise DuelError("The canvases of this network count from the target's first position; use grid=target or auto.")
     needed = None
     if denoiser.attention == "block_causal":
@@ -71,7 +71,7 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
     return grid
 
 
-def of_canvases(denoiser: Denoiser) -> bool:
+def has_canvases(denoiser: Denoiser) -> bool:
     """True for a network with canvases: its noise is random tokens, and a block sees nothing after it."""
     return denoiser.noise_training is not None and denoiser.block is not None
 
@@ -314,7 +314,7 @@ def _of_attention(case: WindowCase) -> Iterator[str]:
             f"has a suffix after position {case.border}, where its last target block ends, and this network sees "
             "nothing after that. Leave out the ids after it."
         )
-    if of_canvases(denoiser):
+    if has_canvases(denoiser):
         if window.target and not window.context:
             yield "needs a context: its first canvas has no clean token to read. Keep BOS."
         if window.target and window.suffix:

@@ -46,7 +46,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for, warn_of_blocks
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
-OF_CANVASES = ("prediction", "temperatures")  # arguments that only networks with canvases read
+CANVAS_ARGUMENTS = ("prediction", "temperatures")  # arguments that only networks with canvases read
 
 
 class DuelEstimator(Estimator):
@@ -87,7 +87,7 @@ class DuelEstimator(Estimator):
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
-        return dataclasses.replace(Estimator.empty_score, note=self.worth.note)
+        return dataclasses.replace(Estimator.empty_score, note=self.value_template.note)
 
     @property
     def followed(self) -> rules.Rule:
@@ -248,7 +248,7 @@ class DuelEstimator(Estimator):
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target)  # (N,) positions to reveal
         expected.index_add_(0, fresh.row, fresh.masked.sum(1))
-        scores = ScoreAccumulator(group.rows, self.traced, expected, self.worth.note)
+        scores = ScoreAccumulator(group.rows, self.traced, expected, self.value_template.note)
         # Without random tokens (which show other noise at each step, and may feed a network its own output), all states
         # of a fixed order are known before any is evaluated.
         if rule.fixed and self.denoiser.noise_training is None:
@@ -417,7 +417,7 @@ def commit_once(denoiser: Denoiser, arguments: CommitOnceArguments, name: str) -
     if denoiser.hides_given:
         raise DuelError(f"cfg_scale has no sampler for noise of random tokens: leave it out of estimator={name}.")
     if denoiser.block is None:
-        for key in OF_CANVASES:
+        for key in CANVAS_ARGUMENTS:
             if key in given:
                 instead = ", or pass temperature" if key == "temperatures" else ""
                 raise DuelError(

@@ -82,8 +82,8 @@ class DuelSeeds(DuelEstimator):
         """A value over seeds, as a score. `seeds`: the value under each of them, from which the error of sums comes."""
         return Score(
             nats,
-            kind=self.worth.kind,
-            note=self.worth.note,
+            kind=self.value_template.kind,
+            note=self.value_template.note,
             stderr=error,
             seeds=seeds,
         )
@@ -96,7 +96,7 @@ class DuelSeeds(DuelEstimator):
             "noise_seeds": len(self.seeds),
         }
 
-    def of_seed(self, seed: int) -> DuelEstimator:
+    def with_seed(self, seed: int) -> DuelEstimator:
         """The likelihood given the noise of one seed."""
         noise = CommitOnceArguments(noise_seed=seed)
         duel = DuelEstimator(self.denoiser, self.rule, self.block, noise, grid=self.grid)
@@ -133,7 +133,7 @@ class DuelSeeds(DuelEstimator):
         value = Value.from_seeds([score.log_prob for score in scores])
         tokens = torch.tensor([score.token_logprobs for score in scores], dtype=torch.float64)  # (S, T)
         parts = target_parts(window, self.blocks(window))
-        of_blocks = torch.stack([tokens[:, part].sum(1) for part in parts], 1)  # (S, B)
+        block_log_probs = torch.stack([tokens[:, part].sum(1) for part in parts], 1)  # (S, B)
         near_ties: int | None = 0
         for score in scores:
             near_ties = known_sum(near_ties, score.near_ties)
@@ -142,20 +142,20 @@ class DuelSeeds(DuelEstimator):
             token_logprobs=tuple(tokens.mean(0).tolist()),
             near_ties=near_ties,
             all_mask_starts=sum(score.all_mask_starts for score in scores),
-            others={LOG_MEAN: self._log_mean(of_blocks)},
+            others={LOG_MEAN: self._log_mean(block_log_probs)},
         )
 
-    def _log_mean(self, of_blocks: torch.Tensor) -> Score:
+    def _log_mean(self, block_log_probs: torch.Tensor) -> Score:
         """The log of the mean over seeds of the probability of each block, from log-probs (S, B), summed over blocks.
 
         Its `seeds` are the value plus the influence of each seed, which is w_s / mean(w) - 1 summed over blocks (the
         infinitesimal jackknife). Their mean is the value, and their spread gives its error, also for sums over windows.
         They are NaN, and the error is not known, if one block has too few effective seeds, (sum w)^2 / sum w^2.
         """
-        count = len(of_blocks)
-        log_means = of_blocks.logsumexp(0) - math.log(count)  # (B,)
+        count = len(block_log_probs)
+        log_means = block_log_probs.logsumexp(0) - math.log(count)  # (B,)
         nats = float(log_means.sum())
-        weight = (of_blocks - log_means).exp()  # (S, B) of mean 1
+        weight = (block_log_probs - log_means).exp()  # (S, B) of mean 1
         effective = count**2 / weight.square().sum(0)  # (B,)
         if count < EFFECTIVE:
             return self.bound(nats)

@@ -97,7 +97,7 @@ class MonteCarloBound(Estimator):
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
-        return Score(0.0, kind=self.worth.kind, note=self.worth.note, stderr=0.0)
+        return Score(0.0, kind=self.value_template.kind, note=self.value_template.note, stderr=0.0)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)

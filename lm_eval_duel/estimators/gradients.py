@@ -47,8 +47,8 @@ class TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018 - raises RuntimeError if a parameter was modified since the forward pass
         gradients = ctx.orders.gradients(weights)
-        of_parameters = [gradients.get(n) for n in range(len(ctx.orders.parameters))]
-        return None, *of_parameters  # None for `orders`, which is no tensor
+        parameter_gradients = [gradients.get(n) for n in range(len(ctx.orders.parameters))]
+        return None, *parameter_gradients  # None for `orders`, which is no tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Entry:
     ignored_args: tuple[str, ...] = ()
     decodes: bool = False  # its `is_greedy` says what decoding would write
     follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
-    drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
+    monte_carlo: MonteCarlo | None = None  # None: its values depend on no random numbers
     label_args: tuple[str, ...] = ()  # not the number of draws
     named: str = "{}"
     others: tuple[OtherValue, ...] = ()
@@ -188,7 +188,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.elbo:Elbo",
         ("draw_seed",),
         ElboArguments,
-        drawn=MonteCarlo("ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
+        monte_carlo=MonteCarlo("ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
     ),
     Entry(
@@ -199,7 +199,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.noised_elbo:NoisedElbo",
         ("draw_seed",),
         NoisedElboArguments,
-        drawn=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
+        monte_carlo=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         label_args=("steps", "prediction", "self_conditioning"),
         process=_process,
         takes_noise="only",
@@ -238,7 +238,7 @@ ENTRIES = (  # in the order of tables
         ("rule", "block"),
         SeedsArguments,
         follows_rule=True,
-        drawn=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),
+        monte_carlo=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),
         label_args=("noise_seed", "prediction", "self_conditioning", "temperatures"),
         process=_over_seeds,
         takes_noise="only",
@@ -285,7 +285,7 @@ ENTRIES = (  # in the order of tables
         ("rule", "block", "cache", "draw_seed"),
         TwoPhaseArguments,
         follows_rule=True,
-        drawn=MonteCarlo(
+        monte_carlo=MonteCarlo(
             "two-phase estimate", "drawn blocks", 8, "sampling", no_error="fewer than 8 drawn blocks: raise sample"
         ),
         label_args=("sample",),
@@ -343,7 +343,7 @@ def least_level(spec: Mapping[str, Any]) -> float:
     return 0.0 if eps == "none" else float(eps)
 
 
-def worth(estimator: str, spec: Mapping[str, Any]) -> Value:
+def value_template(estimator: str, spec: Mapping[str, Any]) -> Value:
     """The kind of an estimator's values with this spec and the note on them, as a `Value` whose nats are not known."""
     entry = find(estimator)
     if entry.kind.is_bound and least_level(spec):

@@ -157,8 +157,8 @@ class RunStats:
                     continue
                 # A score may hold values of other estimators: of these, only drawn ones have an error to name.
                 is_own = total is stats.total
-                if is_own or entry.drawn is not None:
-                    lines.append(f"{entry.display} of {task}: {total.summary(entry.drawn)}")
+                if is_own or entry.monte_carlo is not None:
+                    lines.append(f"{entry.display} of {task}: {total.summary(entry.monte_carlo)}")
         return lines
 
     def warnings(self) -> list[str]:

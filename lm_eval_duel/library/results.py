@@ -96,7 +96,7 @@ class TextScore(Display):
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
-        value = estimator.worth.with_nats(total.log_prob, total.stderr)
+        value = estimator.value_template.with_nats(total.log_prob, total.stderr)
         target_ids: list[int] = []
         for window in windows:
             target_ids += window.target
@@ -282,7 +282,7 @@ class GeneratedText(Display):
         `changes`: what changed the network's distribution for this text alone, such as a temperature.
         """
         total = Total.from_score(window, sample, estimator.name)
-        kind = estimator.worth.label
+        kind = estimator.value_template.label
         if changes:
             kind += f" under {', '.join(map(str, changes))}"
         return cls(

@@ -387,9 +387,9 @@ def summary(rows: Sequence[Row]) -> Table:
 
 def _error(row: Row) -> str:
     """The error that stands behind ±, or the reason that there is none."""
-    if row.entry.drawn is None:
+    if row.entry.monte_carlo is None:
         return "nothing is drawn"
-    return row.stderr_reason or row.entry.drawn.error
+    return row.stderr_reason or row.entry.monte_carlo.error
 
 
 def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:

@@ -66,7 +66,7 @@ class Row:
     @property
     def is_drawn(self) -> bool:
         """True if its value depends on random numbers."""
-        return self.entry.drawn is not None
+        return self.entry.monte_carlo is not None
 
     @property
     def is_drawn_bound(self) -> bool:
@@ -182,7 +182,7 @@ class Row:
     @property
     def stderr_reason(self) -> str:
         """The reason that a drawn value has no error."""
-        drawn = self.entry.drawn
+        drawn = self.entry.monte_carlo
         if drawn is None or self.stderr is not None:
             return ""
         return drawn.unknown(self.run.spec)
@@ -361,7 +361,7 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
         estimator=run.config.estimator,
         rule=run.config.rule,
         metrics=task.metrics,
-        score=registry.worth(run.config.estimator, run.spec),
+        score=registry.value_template(run.config.estimator, run.spec),
         tokens=tokens,
         documents=documents,
         missing=missing,
@@ -409,12 +409,12 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
         estimator = key
         rule = run.config.rule if entry.follows_rule else None
 
-    worth = registry.worth(estimator, run.spec)
+    value_template = registry.value_template(estimator, run.spec)
     row = dataclasses.replace(
         row,
         estimator=estimator,
         rule=rule,
-        score=Value.read(written, worth) or worth,
+        score=Value.read(written, value_template) or value_template,
         nats_window_stderr=written.get("window_stderr"),
         nfe=written.get("nfe"),
     )

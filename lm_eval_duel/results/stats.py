@@ -395,7 +395,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     _check_scores(scores, name)
     spec = scores[0].spec
     total = Total.from_parts(score.sums for score in scores).value
-    drawn = registry.find(str(spec["estimator"])).drawn
+    drawn = registry.find(str(spec["estimator"])).monte_carlo
     texts = Texts(
         name=name,
         keys=[key_of(_identity(score)) for score in scores],

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision, UnmaskingRule
-from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, is_coarse, magnitude
+from lm_eval_duel.core.float_noise import FLOOR, choose_by_hash, difference, is_coarse, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule
@@ -101,12 +101,12 @@ class Checked(Around):
         self.last.clear()
 
     def _lane_to_ask(self, lanes: Any) -> int:
-        """A lane with a real choice, drawn by a hash, for which the rule is asked alone."""
+        """A lane with a real choice, chosen by a hash, for which the rule is asked alone."""
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
         if len(choice) > 1:
             # not the first: a rule that draws random numbers may draw the same for the first lane as for one alone
             choice = choice[1:]
-        index = drawn(1, choice, self.counts.decisions, lanes.step[choice])  # (1,)
+        index = choose_by_hash(1, choice, self.counts.decisions, lanes.step[choice])  # (1,)
         return int(choice[index])
 
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
@@ -134,7 +134,7 @@ class Checked(Around):
         lane = self._lane_to_ask(lanes)
         only = slice(lane, lane + 1)
         width = int(lanes.width[lane])
-        single = None if predictions is None else predictions.of_lane(lane, width)
+        single = None if predictions is None else predictions.in_lane(lane, width)
         alone = self._decided(single, _alone(lanes, lane, width))
         memory = tuple(plane[only, :width] for plane in decision.memory)
         cut = Decision(decision.pick[only, :width], None, memory)

@@ -175,14 +175,14 @@ def test_paths_of_noise_seeds_are_added_up(count, monkeypatch):
     def given_noise(*arguments):
         return SimpleNamespace(seed=arguments[-1], blocks=[[1], [2]])
 
-    def of_seed(seed):
+    def with_seed(seed):
         score = Score(0.0, token_logprobs=tokens[seed])
         return SimpleNamespace(log_prob=lambda windows: [score])
 
     monkeypatch.setattr(commit_once, "given_noise", given_noise)
     monkeypatch.setattr(commit_once, "along_any_order", lambda network, rule, run: paths[network.seed])
     window = Window((7,), (0, 1))
-    estimator = SimpleNamespace(denoiser=None, block=1, grid="target", rule=None, seeds=seeds, of_seed=of_seed)
+    estimator = SimpleNamespace(denoiser=None, block=1, grid="target", rule=None, seeds=seeds, with_seed=with_seed)
 
     values = [sum(tokens[seed]) for seed in seeds]
     mean = statistics.fmean(values)

@@ -12,7 +12,7 @@ from lm_eval_duel.core.scores import Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.registry import worth
+from lm_eval_duel.estimators.registry import value_template
 from lm_eval_duel.harness import lm as lm_module
 from lm_eval_duel.harness import requests, stats
 from lm_eval_duel.options import Options
@@ -34,7 +34,7 @@ NETWORK = {
 }
 SPEC = {"denoiser": "Bert", "dtype": "float32", "vocabulary": "33 of 40", "weights": "digest"}
 TEXT = {"prefix": (2,), "suffix": (3,), "bos": "given", "capacity": 14}
-ESTIMATOR = {"block": 32, "grid": "target", "name": "duel", "worth": worth("duel", {})}
+ESTIMATOR = {"block": 32, "grid": "target", "name": "duel", "value_template": value_template("duel", {})}
 
 
 def model(spec=None, text=None, estimator=None, **network):

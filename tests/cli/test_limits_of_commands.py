@@ -50,7 +50,7 @@ class Timed(SimpleNamespace):
     """An estimator whose windows take a step for each target token, in rows of their length."""
 
     name = "duel"
-    worth = Value(0.0)
+    value_template = Value(0.0)
 
 
 def lengths_of(windows):

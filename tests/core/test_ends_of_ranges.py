@@ -18,7 +18,7 @@ from toys import Toy
 from lm_eval_duel.core import float_noise, row_checks, windows
 from lm_eval_duel.core.batch_size import Budget, plan
 from lm_eval_duel.core.decision import Decision
-from lm_eval_duel.core.float_noise import difference, drawn, magnitude
+from lm_eval_duel.core.float_noise import choose_by_hash, difference, magnitude
 from lm_eval_duel.core.lanes import blocks, groups
 from lm_eval_duel.core.reveal import Interrupted
 from lm_eval_duel.core.row_checks import Drift, LaneCheck, Mean, RowChecks
@@ -111,9 +111,9 @@ def test_what_a_value_is_called_and_its_errors():
         for name in names:
             entries[name] = getattr(value, name)
         lines += golden.listed(f"value {n}", entries)
-    worth = Value(0.0, kind=Kind.UPPER_BOUND, note="of the spec")
+    value_template = Value(0.0, kind=Kind.UPPER_BOUND, note="of the spec")
     for entries in ({"log_prob": -1.0}, {"log_prob": -1.0, "kind": "estimate"}, {"log_prob": None}, {"reason": "x"}):
-        lines.append(f"{entries} read: {Value.read(entries, worth)}")
+        lines.append(f"{entries} read: {Value.read(entries, value_template)}")
     for one, other in itertools.product(Kind, repeat=2):
         lines.append(f"{one.name} + {other.name}: {weaker(one, other).name}")
     for nll in (-1.0, 0.0, 709.0, 710.0):
@@ -254,12 +254,14 @@ def test_what_is_float_noise():
     lines.append(f"of nothing: {difference(one[:0], other[:0], 1.0)}")
     small = torch.tensor([[0.25, -0.5], [math.nan, math.inf], [1.0, -3.0]])
     lines.append(f"sizes: {magnitude(small)[:, 0].tolist()} {magnitude(small, 0.1)[:, 0].tolist()}")
-    lines.append(f"drawn: {drawn(3, torch.arange(9), 5).tolist()} {drawn(20, torch.arange(4)).tolist()}")
+    three = choose_by_hash(3, torch.arange(9), 5)
+    all_four = choose_by_hash(20, torch.arange(4))
+    lines.append(f"drawn: {three.tolist()} {all_four.tolist()}")
     again = torch.ones(4, 1, dtype=torch.float64)
     for most, noise in itertools.product((1e-3, 0.05), (0.0, 1e-7, 1e-6, 1e-5, 1e-3)):
         lane = LaneCheck(None, lambda noise=noise: again + noise, again, 1.0, toy, 0, 1, "", most)
         lines.append(f"limit with {noise:g}, at most {most:g}: {lane.limit(again):.10g}")
-    lines.append(f"limit of a lane alone: {lane._replace(in_call=None, most=1e-3).limit(again):.10g}")
+    lines.append(f"limit of a lane alone: {lane._replace(in_call=None, ceiling=1e-3).limit(again):.10g}")
     margins = torch.tensor([0.0, 9.9e-5, 1e-4, 1.1e-4, math.inf, math.nan], dtype=torch.float64)
     pick = torch.ones(len(margins), 1, dtype=torch.bool)
     lines.append(f"near ties: {Decision(pick, margins).near_tie.tolist()} {Decision(pick).near_tie.tolist()}")

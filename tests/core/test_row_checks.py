@@ -12,7 +12,7 @@ from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 from lm_eval_duel import Duel
 from lm_eval_duel.core.float_noise import FLOAT32
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, choose_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import warped
@@ -90,11 +90,11 @@ def test_the_places_checked_differ_with_the_window():
     rows = Rows.from_windows(windows(1), torch.device("cpu"))
     lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
 
-    drawn = set()
+    chosen = set()
     for window in range(40):
-        drawn.update(draw_lanes(lanes, 1, [window]))
+        chosen.update(choose_lanes(lanes, 1, [window]))
 
-    assert drawn == {0, 1, 2, 3}
+    assert chosen == {0, 1, 2, 3}
 
 
 FAULTS = [(Capacity, None), (Crowd, None), (Counter, 2), (Neighbour, 8)]

@@ -31,8 +31,8 @@ def test_a_value_is_read_as_it_was_written(value):
 
 def test_a_file_without_kinds_has_those_of_its_spec():
     """As results are that were written before values had kinds."""
-    worth = registry.worth("noised_elbo", {"steps": "48"})
-    value = Value.read({"log_prob": -3.0, "stderr": 0.5}, worth)
+    value_template = registry.value_template("noised_elbo", {"steps": "48"})
+    value = Value.read({"log_prob": -3.0, "stderr": 0.5}, value_template)
     assert value == Value(-3.0, 0.5, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps")
     assert value.is_bound
     assert not value.is_exact
@@ -51,7 +51,7 @@ def test_a_file_without_kinds_has_those_of_its_spec():
     ],
 )
 def test_the_kind_of_an_estimator_with_a_spec(estimator, spec, kind):
-    assert registry.worth(estimator, spec).kind is kind
+    assert registry.value_template(estimator, spec).kind is kind
 
 
 def test_the_weaker_kind_is_that_of_the_sum():

@@ -104,7 +104,7 @@ def all_of(estimator):
         entries[name] = part.describe()
         for key in OF_SUMS:
             entries[name][key] = getattr(part, key)
-    entries["in the log"] = total.summary(registry.find(estimator.name).drawn)
+    entries["in the log"] = total.summary(registry.find(estimator.name).monte_carlo)
     entries["of one window"] = Total.from_scores(windows[:1], scores[:1], "one").describe()
     return entries
 

@@ -132,7 +132,7 @@ def test_one_window_among_empty_ones_has_no_error_over_windows():
 
 def test_sums_and_what_is_said_of_them():
     lines = []
-    drawn = registry.find("two_phase").drawn
+    drawn = registry.find("two_phase").monte_carlo
     for name, pairs in SUMS.items():
         windows = [window for window, _ in pairs]
         scores = [score for _, score in pairs]
@@ -186,14 +186,14 @@ def test_labels_of_estimators():
         lines.append(f"{name}: {entry.title}, {'+'.join(entry.arguments)}")
         before = ""
         for spec in SPECS:
-            worth = registry.worth(name, spec)
+            template = registry.value_template(name, spec)
             labels = "; ".join(entry.qualifiers(spec))
-            description = f"{worth.kind.name} {worth.note!r}, {worth.label!r}, labels {labels}"
+            description = f"{template.kind.name} {template.note!r}, {template.label!r}, labels {labels}"
             lines.append(f"    {spec}: {description if description != before else 'the same'}")
             before = description
-        if entry.drawn is not None:
-            for count in (entry.drawn.least - 1, entry.drawn.least, "none"):
-                lines.append(f"    {count}: {entry.drawn.unknown({entry.drawn.argument: count})}")
+        if entry.monte_carlo is not None:
+            for count in (entry.monte_carlo.least - 1, entry.monte_carlo.least, "none"):
+                lines.append(f"    {count}: {entry.monte_carlo.unknown({entry.monte_carlo.argument: count})}")
     check("labels", lines)
 
 

@@ -258,16 +258,16 @@ def edit_samples(file, change, task="sotu"):
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
     """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
     window = Window((), tuple(text.encode()))
-    worth = registry.worth(estimator, spec)
-    score = Score(nats, stderr=stderr, blocks=blocks, kind=worth.kind, note=worth.note)
+    value_template = registry.value_template(estimator, spec)
+    score = Score(nats, stderr=stderr, blocks=blocks, kind=value_template.kind, note=value_template.note)
     sums = Total.from_score(window, score, estimator)
     spec = {"estimator": estimator, **spec}
     return TextScore(
         text,
         log_prob=nats,
         stderr=sums.stderr,
-        bound=worth.is_bound,
-        kind=worth.label,
+        bound=value_template.is_bound,
+        kind=value_template.label,
         perplexity=math.exp(-nats / tokens),
         bits_per_byte=-nats / math.log(2) / len(text),
         tokens=("x",) * tokens,

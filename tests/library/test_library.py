@@ -220,7 +220,7 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
     assert duel.spec == lm.spec
     assert score.bound == bound
     assert (score.stderr is not None) == drawn
-    assert score.kind == registry.worth(duel.estimator.name, duel.spec).label
+    assert score.kind == registry.value_template(duel.estimator.name, duel.spec).label
 
     orders = [window.reveal_steps for window in score.window_scores]
     calls = {

@@ -228,7 +228,7 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
         estimator=estimator,
         rule=rule,
         metrics={"token_perplexity": value},
-        score=registry.worth(estimator, spec).with_nats(-30.0, stderr),
+        score=registry.value_template(estimator, spec).with_nats(-30.0, stderr),
         documents={},
         missing=Note(),
         ar=False,
