@@ -167,9 +167,10 @@ def source(name: str, data_dir: str | None = None) -> str:
     try:
         return hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
     except Exception as error:  # of the hub client: no connection, no file, no permission
+        reason, *_ = first_line(error).split(". ")  # the hub's advice follows
         raise DuelError(
-            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
-            f"{first_line(error).rstrip('.')}. {needs_hub()} Or name a folder with a local copy: --metadata "
+            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {reason.rstrip('.')}. "
+            f"{needs_hub()} Or name a folder with a local copy: --metadata "
             "data_dir=FOLDER."
         ) from None
 
