@@ -463,7 +463,8 @@ def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
 def test_rows_stand_in_the_order_of_the_command(folder, texts, tmp_path, capsys):
     """Whichever value is lower; and every setting in which a model differs from the first is named with both values."""
     models = ["temperature=4", "temperature=none", "bos=none", "rule=margin,max_length=7"]
-    more = ("--lines", "--model_args", f"pretrained={folder},block=4,temperature=1.5", "--json", str(tmp_path / "out.json"))
+    model = f"pretrained={folder},block=4,temperature=1.5"
+    more = ("--lines", "--model_args", model, "--json", str(tmp_path / "out.json"))
 
     printed = run(texts, *more, "--compare", *models, capsys=capsys)
 
