@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -18,7 +19,7 @@ from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, NETWORK_ARGUMENTS, NetworkArguments
-from lm_eval_duel.errors import DuelError, documentation, naming
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
@@ -42,6 +43,8 @@ from lm_eval_duel.library.ids import (
     network_listing,
     one_each,
     own_arguments,
+    require_rule,
+    require_tokenizer,
     text_windows,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
@@ -111,13 +114,8 @@ class Duel(OnIds):
             raise DuelError(
                 f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r})."
             )
-        if isinstance(rule, type) and issubclass(rule, Rule):
-            raise DuelError(f"rule is the class {rule.__name__}; pass an instance: rule={rule.__name__}(...).")
-        if not isinstance(rule, (str, Rule)):
-            raise DuelError(
-                f"rule must be a name, such as 'greedy', or an instance of Rule ({documentation('adding.md')}); got "
-                f"{rule!r}."
-            )
+        require_rule(rule)
+        require_tokenizer(tokenizer)
         if isinstance(rule, str):
             rule = parse(rule)
             if tokenizer is not None:
@@ -168,11 +166,13 @@ class Duel(OnIds):
                 raise DuelError(
                     f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
                 )
-        if isinstance(tokenizer, str):
-            arguments["tokenizer"] = tokenizer
+        if isinstance(tokenizer, str | os.PathLike):
+            arguments["tokenizer"] = os.fspath(tokenizer)
             tokenizer = None
+        require_tokenizer(tokenizer)
         sizes = {key: arguments.pop(key) for key in SIZES if key in arguments}
-        rule = arguments.get("rule")
+        rule = arguments.get("rule", GREEDY)
+        require_rule(rule)
         if isinstance(rule, Rule):
             arguments["rule"] = str(rule)
         options = Options.parse({"pretrained": name, **arguments})

@@ -13,7 +13,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, WHOLE_ROW_BOS
-from lm_eval_duel.errors import DuelError, counted, naming, unknown
+from lm_eval_duel.errors import DuelError, counted, documentation, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
@@ -365,6 +365,24 @@ def network_listing(names: Iterable[str]) -> str:
     """The model args of the network that have these names in lines of a docstring, without the `KEYWORDS`."""
     arguments = {name: NETWORK_ARGUMENTS[name] for name in names if name not in KEYWORDS}
     return listing("Model args of the network, with their defaults:", arguments)
+
+
+def require_rule(rule: Any) -> None:
+    """Raise DuelError unless this is the text of a rule, or an instance."""
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise DuelError(f"rule is the class {rule.__name__}; pass an instance: rule={rule.__name__}(...).")
+    if not isinstance(rule, str | Rule):
+        page = documentation("adding.md")
+        raise DuelError(f"rule must be a name, such as 'greedy', or an instance of Rule ({page}); got {rule!r}.")
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raise DuelError unless this is a loaded tokenizer, or None."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "get_vocab", None)):
+        raise DuelError(
+            "tokenizer must be a tokenizer of transformers, such as load_tokenizer({'pretrained': NAME}); got "
+            f"{tokenizer!r}."
+        )
 
 
 def own_arguments(entry: registry.Entry) -> list[str]:

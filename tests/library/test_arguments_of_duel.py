@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+from functools import partial
 
 import pytest
 import tiny
@@ -158,6 +159,12 @@ def test_a_name_is_no_network_and_neither_a_function_nor_a_class_is_a_rule():
     ):
         with pytest.raises(DuelError, match=named):
             Duel(*arguments)
+    for rule in (Greedy, None, 3, lambda predictions, lanes: None):
+        with pytest.raises(DuelError, match=r"^rule"):
+            Duel.from_pretrained("no such checkpoint", rule=rule)
+    for make in (partial(Duel, Toy()), Duel.from_pretrained):
+        with pytest.raises(DuelError, match=r"^tokenizer.* 3"):
+            make(tokenizer=3)
 
 
 def test_what_an_estimator_does_not_read_is_named_if_it_was_given(caplog):
