@@ -165,8 +165,8 @@ class CleanStream:
 
         # a position sees what is kept of its window, and of this call its own group and earlier ones
         before = int(begin.max())
-        past = torch.arange(before, device=device) < begin[:, None]  # (P, K)
-        sees_past = past[:, None].expand(-1, column.shape[1], -1)  # (P, Q, K)
+        is_kept = torch.arange(before, device=device) < begin[:, None]  # (P, K)
+        sees_past = is_kept[:, None].expand(-1, column.shape[1], -1)  # (P, Q, K)
         number = self._group_of(row, column)  # (P, Q)
         sees = number[:, :, None] >= number[:, None]  # (P, Q, Q)
         sees &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty

@@ -193,16 +193,16 @@ class LatticeArguments(EstimatorArguments):
 class ConfidenceArguments(EstimatorArguments):
     """Arguments of samplers that select after sampling."""
 
-    n: int | None = argument(COUNT, None, "draws kept at a step; 1 if `steps` is not given either")
+    n: int | None = argument(COUNT, None, "candidates kept at a step; 1 if `steps` is not given either")
     steps: int | None = argument(COUNT, None, "steps of a block, instead of `n` and `tau`")
     schedule: str = argument(choice("even", "dream"), "even", "how `steps` spread over a block, `even` or as Dream's")
-    tau: float | None = argument(PROBABILITY, None, "draws above this probability are kept")
+    tau: float | None = argument(PROBABILITY, None, "candidates above this probability are kept")
     confidence: str = argument(
         choice("untempered", "tempered"),
         "untempered",
-        "the probability of a draw before or after the temperature decides",
+        "the probability of a candidate before or after the temperature decides",
     )
-    strict: bool = argument(TRUTH, True, "draws at exactly `tau` are not kept")
+    strict: bool = argument(TRUTH, True, "candidates at exactly `tau` are not kept")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,7 +228,7 @@ def _order(value: Any) -> str:
     """The way in which positions are drawn, from the value of a model arg."""
     if value == "maskgit_plus":
         raise DuelError(
-            "alg=maskgit_plus scores a position by its draw: without alg_temp use estimator=sampled_confidence,"
+            "alg=maskgit_plus scores a position by its candidate: without alg_temp use estimator=sampled_confidence,"
             "confidence=tempered,schedule=dream,steps=<number>; with alg_temp it has no closed form."
         )
     return str(value)

@@ -245,7 +245,7 @@ class Estimator(abc.ABC):
                 self.counts.add(score, window.scored_tokens)
                 for n in equal[window]:
                     yield n, score
-        self.row_checks.compare(self.counts)  # the last ones that were drawn
+        self.row_checks.compare(self.counts)  # the last ones that were chosen
 
     def groups(
         self,

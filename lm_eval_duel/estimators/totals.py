@@ -223,8 +223,8 @@ class Total:
             entries[self.blocks.name] = self.blocks.describe()
         return entries
 
-    def summary(self, drawn: MonteCarlo | None = None) -> str:
-        """The value in a log line, with its error and what it is; `drawn`: what an estimate depends on."""
+    def summary(self, monte_carlo: MonteCarlo | None = None) -> str:
+        """The value in a log line, with its error and what it is; `monte_carlo`: of an estimate."""
         value = self.value
         nats = f"{self.log_prob:.2f}"
         per_token = f"{self.perplexity:.2f}"
@@ -232,8 +232,9 @@ class Total:
         if value.error is not None:
             nats += f" ± {value.error:.2f}"
             per_token += f" ± {self.perplexity_stderr:.2f}"
-        elif drawn is not None:
-            remarks.append(f"{drawn.error} error not known: it takes {drawn.least} or more {drawn.units}")
+        elif monte_carlo is not None:
+            least = f"{monte_carlo.least} or more {monte_carlo.units}"
+            remarks.append(f"{monte_carlo.error} error not known: it takes {least}")
         if self.blocks is not None:
             remarks.append(self.blocks.summary)
         return f"{nats} nats, perplexity {per_token} per token ({'; '.join(remarks)})"
