@@ -18,6 +18,7 @@ from tqdm import tqdm
 from lm_eval_duel import denoisers
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
+from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
@@ -109,6 +110,7 @@ class Verification:
                 drawn.append((index, part))
         no_bar = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         for index, part in tqdm(drawn, "Scoring windows again", unit="window", **no_bar):
+            signals.check()  # the reference takes long for a window
             score = self.scores[index, part]
             request = requests[index]
             option = f", option {request.idx}" if request.idx else ""

@@ -32,7 +32,8 @@ Prints, in float32:
      run alone                       the run's own code, one row in each call: not checked independently
 3. The perplexities that each task prints, compared with those from its raw text (ids by the tokenizer alone, counts,
    and the reference's sums); the errors of totals; values that contradict each other; the distribution of random draws.
-4. One line: PASS, FAIL or NOTHING CHECKED, of how many windows and tokens, what was compared, and what was not.
+4. Warnings of an argument that is probably wrong, such as the [MASK]: a perplexity above that of a unigram.
+5. One line: PASS, FAIL or NOTHING CHECKED, of how many windows and tokens, what was compared, and what was not.
 Exit codes: 0 for PASS, 1 for FAIL, 3 if no window could be checked, 2 for everything that kept `audit` from a verdict:
 a wrong argument, a checkpoint or a text that cannot be read, a rule that fails.
 """
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> None:
 
     findings = audit(options)
     lines = [findings.dtype, *map(str, findings.network), "", table(findings.checked), "", *findings.lines, ""]
+    lines += [f"WARNING: {warning}." for warning in findings.warnings]
     print("\n".join(lines))
     print(findings.verdict)
     if findings.failures:

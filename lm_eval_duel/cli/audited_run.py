@@ -13,7 +13,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
@@ -21,6 +21,8 @@ from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
 from lm_eval_duel.audit.contradictions import Comparisons, contradictions
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import OTHER_TEXTS
+from lm_eval_duel.console.exits import INTERRUPTED, stop
+from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.errors import counted, documentation
@@ -31,6 +33,9 @@ from lm_eval_duel.harness.requests import Batch, make_request, name
 from lm_eval_duel.options import Options, model_args_of
 from lm_eval_duel.tasks import named
 from lm_eval_duel.text.loading import require_loadable
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -48,7 +53,9 @@ class Audit:
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
     comparisons: Comparisons = dataclasses.field(default_factory=Comparisons)  # of values with each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
-    notes: list[str] = dataclasses.field(default_factory=list)  # no fault of the package, but an argument may be wrong
+    warnings: list[str] = dataclasses.field(
+        default_factory=list
+    )  # no fault of the package, but an argument may be wrong
     problems: list[str] = dataclasses.field(default_factory=list)  # that concern no single window
 
     @property
@@ -87,13 +94,21 @@ class Audit:
         tokens = counted(sum(each.tokens for each in self.checked), "token")
         compared = ", ".join(self._compared()) or "nothing"
         not_compared = ", ".join(self._not_compared()) or "nothing"
-        line = (
+        warned = f" Above: {counted(len(self.warnings), 'warning')}." if self.warnings else ""
+        return (
             f"{word}: {windows}, {tokens}. Compared: {compared}. Not compared: {not_compared}. "
-            f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
+            f"{documentation('audit.md')} lists what both sides share, and what no audit sees.{warned}"
         )
-        if self.notes:
-            line += f" Note: {'; '.join(self.notes)}."
-        return line
+
+    def interrupted(self, unaudited: Sequence[str]) -> str:
+        """The message of an audit that a signal has ended. `unaudited`: the tasks that it has not finished."""
+        compared = ", ".join(self._compared()) or "nothing"
+        missing = ", ".join(unaudited)
+        left = f"the windows and numbers of {missing}" if missing else "values and totals with each other"
+        message = f"stopped, so there is no verdict. Compared: {compared}. Not compared: {left}."
+        if self.failures:
+            message += f" What differs: {'; '.join(self.failures)}."
+        return message
 
     def _compared(self) -> list[str]:
         """The parts of the run that were compared with something independent."""
@@ -136,19 +151,30 @@ def audit(options: argparse.Namespace) -> Audit:
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
 
     findings = Audit(described_dtype(lm, options.dtype))
-    audit_network(lm, options.no_own_code, findings)
-    for task in tasks:
-        findings.not_compared.extend(metrics_not_compared(task))
-        by_kind: dict[str, list[Any]] = {}
-        for request in task.instances:
-            by_kind.setdefault(request.request_type, []).append(request)
-        for kind, requests in sorted(by_kind.items()):
-            log.info("audit: scoring %s twice (%s)", task.config.task, kind)
-            audit_requests(lm, task, requests, options.limit, findings)
-    log.info("audit: comparing values and totals with each other")
-    findings.comparisons = contradictions(lm.estimator, findings.checked)
-    audit_totals(lm, findings)
+    unaudited = [str(task.config.task) for task in tasks]
+    try:
+        audit_network(lm, options.no_own_code, findings)
+        for task in tasks:
+            audit_task(lm, task, options.limit, findings)
+            unaudited.remove(str(task.config.task))
+        log.info("audit: comparing values and totals with each other")
+        findings.comparisons = contradictions(lm.estimator, findings.checked)
+        audit_totals(lm, findings)
+    except (signals.Interrupted, KeyboardInterrupt) as signal:
+        status = signal.code if isinstance(signal, signals.Interrupted) else INTERRUPTED
+        stop(int(status or 0), findings.interrupted(unaudited))
     return findings
+
+
+def audit_task(lm: DuelMDM, task: Task, limit: int, findings: Audit) -> None:
+    """Add the windows of the first `limit` documents of a task, and its printed numbers."""
+    findings.not_compared.extend(metrics_not_compared(task))
+    by_kind: dict[str, list[Any]] = {}
+    for request in task.instances:
+        by_kind.setdefault(request.request_type, []).append(request)
+    for kind, requests in sorted(by_kind.items()):
+        log.info("audit: scoring %s twice (%s)", task.config.task, kind)
+        audit_requests(lm, task, requests, limit, findings)
 
 
 def described_dtype(lm: DuelMDM, dtype: str) -> str:
@@ -257,7 +283,7 @@ def audit_text(
         printed[metric] = aggregation[metric](of_documents)
     findings.lines.extend(texts.lines(printed))
     findings.problems.extend(texts.differing(printed))
-    findings.notes.extend(texts.warnings(printed))
+    findings.warnings.extend(texts.warnings(printed))
 
 
 def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]:

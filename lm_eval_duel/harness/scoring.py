@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.audit.verify import Verification
+from lm_eval_duel.audit.verify import OTHER_TEXTS, Verification
 from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
@@ -374,7 +374,11 @@ class Scoring:
 
         running = None
         if self.shuffled:
-            documents = [(n, str(self.requests[n].task_name), tokens[n]) for n in order]
+            documents = []
+            for n in order:
+                task = str(self.requests[n].task_name)
+                if task != OTHER_TEXTS:
+                    documents.append((n, task, tokens[n]))
             is_of_rank = self.evaluation.ranks.world_size > 1
             running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks, is_of_rank)
         return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)

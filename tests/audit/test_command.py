@@ -236,7 +236,29 @@ def test_a_fault_of_totals_or_of_company_is_the_exit_code(fault, args, folder, t
 
 def test_a_text_that_a_unigram_predicts_better_is_noted(folder, texts, capsys):
     audit.main(command(folder, texts, "--no_own_code"))
-    assert "Note: the token perplexity of" in capsys.readouterr().out.splitlines()[-1]
+    *_, warning, verdict = capsys.readouterr().out.splitlines()
+    assert warning.startswith("WARNING: the token perplexity of")
+    assert verdict.startswith("PASS: ") and verdict.endswith("Above: 1 warning.")
+
+
+@pytest.mark.parametrize("step", ["network_check.compare", "company", "contradictions"])
+def test_an_interrupted_audit_says_what_it_has_compared(step, folder, texts, capsys, monkeypatch):
+    """After the network or before it, before the windows, and before values are compared with each other."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    *module, name = step.split(".")
+    monkeypatch.setattr(getattr(audited_run, module[0]) if module else audited_run, name, interrupted)
+
+    assert exit_code("audit", *command(folder, texts)) == 130
+
+    printed = capsys.readouterr()
+    assert "PASS" not in printed.out
+    compared, _, missing = printed.err.splitlines()[-1].partition("Not compared: ")
+    assert ("weights" in compared) == (step != "network_check.compare")
+    assert ("windows with the reference" in compared) == (step == "contradictions")
+    assert ("duel_text" in missing) == (step != "contradictions"), "the task that is not audited"
 
 
 def test_a_coarser_dtype_is_raised_to_float32(folder, texts, capsys):

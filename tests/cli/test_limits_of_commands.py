@@ -168,12 +168,12 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     findings.comparisons.add("draws", [])
     findings.comparisons.add("draws", [])
     findings.lines = ["a line"]
-    findings.notes = ["odd", "odder"]
+    findings.warnings = ["odd", "odder"]
 
     assert findings.verdict == (
         "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
         "Not compared: the network (--no_own_code), 1 window (its rule). "
-        f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Note: odd; odder."
+        f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Above: 2 warnings."
     )
     assert findings.failures == []
 
