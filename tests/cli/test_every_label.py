@@ -121,7 +121,7 @@ def test_every_line_says_what_the_network_is(more, label, says, described):
         (
             "elbo",
             Score(-7.25, stderr=0.5, kind=Kind.UPPER_BOUND),
-            "-7.250 ± 0.500 nats for the 2 tokens of {}, elbo, an upper bound",
+            "≥ -7.250 ± 0.500 nats for the 2 tokens of {}, elbo, an upper bound",
         ),
         ("oracle", Score(-7.25), "-7.250 nats for the 2 tokens of {}, oracle, "),
     ],
