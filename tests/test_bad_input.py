@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
@@ -228,6 +229,7 @@ def test_a_lone_surrogate_is_named_in_every_kind_of_request(folders, tmp_path):
 
 def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, tmp_path, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    hub._say_cpu.cache_clear()  # a process says it once, and another test may have loaded a network
     at = copied(folders, tmp_path, "DiT")
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
