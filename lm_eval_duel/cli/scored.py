@@ -63,8 +63,8 @@ class ScoredModel:
 
     @property
     def kind(self) -> str:
-        """The kind of its values, with what limits them."""
-        return self.total.value.label
+        """The kind of its values: exact, estimate, bound, no bound or oracle."""
+        return self.total.value.word
 
     @property
     def pretrained(self) -> str:
@@ -93,6 +93,7 @@ class ScoredModel:
             "spec": self.info["spec"],
             "estimator": self.estimator,
             "kind": self.kind,
+            "note": self.total.value.note,
             "documents": [line.figures() for line in self.lines],
             "total": {**self.total.figures(), "bits_per_byte_documents_stderr": self.documents_stderr},
             "duel": self.info["duel"],
@@ -106,6 +107,7 @@ class ScoredModel:
             names[key] = spec.get(key, "")
         names["fingerprint"] = self.info["fingerprint"]
         names["kind"] = self.kind
+        names["note"] = self.total.value.note
         for line in self.lines:
             yield names | line.figures()
 
@@ -139,7 +141,7 @@ class ScoredModel:
         """Lines on what the numbers are."""
         spec = self.info["spec"]
         value = self.total.value
-        kind = "" if value.is_exact and not value.note else f" ({self.kind})"
+        kind = "" if value.is_exact and not value.note else f" ({value.label})"
         yield f"{self.method}{kind}"
         drawn = registry.find(self.estimator).monte_carlo
         if drawn is not None and value.error is None:

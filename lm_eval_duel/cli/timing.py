@@ -147,7 +147,7 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
         calls = max(int(of_all.longest), math.ceil(of_all.weight / estimator.budget.tokens))
         counts = {"nfe": of_all.nfe or None, "calls": calls, "rows": of_all.rows, "token_rows": of_all.token_rows}
 
-    gives = estimator.value_template.label
+    gives = estimator.value_template.short_label
     memory = peak_memory(lm.denoiser.device)
     is_expected = isinstance(estimator, TwoPhase) and estimator.arguments.sample < 1
     return TimedEstimator(

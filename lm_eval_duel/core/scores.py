@@ -31,13 +31,22 @@ Sums = TypeVar("Sums", bound="BlockSums")
 
 
 class Kind(enum.Enum):
-    """The kinds of values, from the strongest to the weakest. Their texts are for readers."""
+    """The kinds of values, from the strongest to the weakest.
 
-    LIKELIHOOD = "a likelihood"
-    ESTIMATE = "an unbiased estimate of a log-likelihood"
-    UPPER_BOUND = "an upper bound of the perplexity"
-    NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
-    NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
+    Their values are the words that every file, table and record has as `kind`. A bound is one from below of a
+    log-probability, so it is one from above of a perplexity.
+    """
+
+    LIKELIHOOD = "exact"
+    ESTIMATE = "estimate"
+    UPPER_BOUND = "bound"
+    NO_BOUND = "no bound"
+    NOT_A_LIKELIHOOD = "oracle"
+
+    @property
+    def meaning(self) -> str:
+        """The kind in a sentence."""
+        return MEANINGS[self]
 
     @property
     def is_bound(self) -> bool:
@@ -51,12 +60,12 @@ class Kind(enum.Enum):
 
 
 KINDS = tuple(Kind)
-KIND_WORDS = {
-    Kind.LIKELIHOOD: "exact",
-    Kind.ESTIMATE: "estimate",
-    Kind.UPPER_BOUND: "bound",
-    Kind.NO_BOUND: "no bound",
-    Kind.NOT_A_LIKELIHOOD: "oracle",
+MEANINGS = {
+    Kind.LIKELIHOOD: "a likelihood",
+    Kind.ESTIMATE: "an unbiased estimate of a log-likelihood",
+    Kind.UPPER_BOUND: "an upper bound of the perplexity",
+    Kind.NO_BOUND: "no bound: elbo_eps above 0 leaves out small noise levels",
+    Kind.NOT_A_LIKELIHOOD: "not a likelihood: it sees the targets",
 }
 DOUBTS = {Kind.NO_BOUND: "neither a likelihood nor a bound", Kind.NOT_A_LIKELIHOOD: "not a likelihood"}
 
@@ -145,8 +154,13 @@ class Value:
 
     @property
     def word(self) -> str:
-        """The kind in a word or two, for a legend."""
-        return KIND_WORDS[self.kind]
+        """The kind in a word or two, as in files and tables."""
+        return self.kind.value
+
+    @property
+    def short_label(self) -> str:
+        """The kind in a word or two, and the note, for tables."""
+        return f"{self.word} {self.note}".rstrip()
 
     @property
     def doubt(self) -> str:
@@ -155,8 +169,8 @@ class Value:
 
     @property
     def label(self) -> str:
-        """The kind and the note, for readers."""
-        return f"{self.kind.value} {self.note}".rstrip()
+        """The kind and the note, for sentences."""
+        return f"{self.kind.meaning} {self.note}".rstrip()
 
     def describe(self) -> dict[str, Any]:
         """The entries of a JSON file. JSON has no infinity: it is null, with the reason."""
@@ -164,7 +178,7 @@ class Value:
         entries: dict[str, Any] = {
             "log_prob": self.nats if finite else None,
             "stderr": self.error if finite else None,
-            "kind": self.kind.name.lower(),
+            "kind": self.word,
         }
         if self.note:
             entries["note"] = self.note
@@ -186,7 +200,7 @@ class Value:
         kind = Kind.LIKELIHOOD
         note = ""
         if entries.get("kind") is not None:
-            kind = Kind[entries["kind"].upper()]
+            kind = Kind(entries["kind"])
             note = entries.get("note", "")
         elif template is not None:
             kind = template.kind

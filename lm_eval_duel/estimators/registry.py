@@ -112,7 +112,7 @@ class Entry:
     @property
     def title(self) -> str:
         """The name in tables; one of no likelihood says so."""
-        return self.display if self.kind.is_likelihood else f"{self.display} ({self.kind.value})"
+        return self.display if self.kind.is_likelihood else f"{self.display} ({self.kind.meaning})"
 
 
 # ---------------------------------------------------------------- notes and checks

@@ -42,6 +42,7 @@ class Display(Plain):
     reveal_steps: tuple[int, ...]
     text: str
     kind: str
+    note: str
 
     @property
     def errors(self) -> dict[str, float]:
@@ -55,7 +56,7 @@ class Display(Plain):
             error = self.errors.get(name)
             parts.append(shown_value(name, getattr(self, name), error, bound))
         parts.append(counted(len(self.tokens), "token"))
-        parts.append(self.kind)
+        parts.append(f"{self.kind} {self.note}".rstrip())
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:

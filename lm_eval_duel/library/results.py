@@ -44,7 +44,7 @@ class TextScore(Display):
     log_prob: float  # nats, summed over windows
     stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: not drawn, or not known
     bound: bool  # log_prob is a lower bound of the log-likelihood, so the perplexity is an upper bound
-    kind: str  # what the value is, such as "a likelihood"
+    kind: str  # exact, estimate, bound, no bound or oracle
     perplexity: float  # per token of the text; NaN for a text without tokens
     bits_per_byte: float  # per UTF-8 byte of `scored`; NaN for an empty text
     tokens: tuple[str, ...]
@@ -60,6 +60,7 @@ class TextScore(Display):
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
+    note: str = ""  # what limits the value, such as "of ancestral sampling in 48 steps"
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
     fingerprint: str = ""  # of the Duel: everything that defines the number, the network included
 
@@ -110,7 +111,8 @@ class TextScore(Display):
             log_prob=total.log_prob,
             stderr=total.stderr,
             bound=value.is_bound,
-            kind=value.label,
+            kind=value.word,
+            note=value.note,
             perplexity=_perplexity(total.log_prob, encoded.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),
@@ -154,6 +156,7 @@ class TextEstimate(Plain):
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
+    note: ClassVar[str] = ""
 
     def __repr__(self) -> str:
         values = [
@@ -258,13 +261,14 @@ class GeneratedText(Display):
     text: str
     log_prob: float  # nats, of all `tokens` given the prompt
     stderr: float | None  # nats, of an estimate
-    kind: str  # what log_prob is, such as "a likelihood under temperature=0.7"
+    kind: str  # of log_prob: exact, estimate, bound, no bound or oracle
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
     reveal_steps: tuple[int, ...]
     nfe: int | None
     near_ties: int | None
     window: Window
+    note: str = ""  # what limits log_prob, or changed its distribution, such as "under temperature=0.7"
 
     @classmethod
     def from_sample(
@@ -282,15 +286,15 @@ class GeneratedText(Display):
         `changes`: what changed the network's distribution for this text alone, such as a temperature.
         """
         total = Total.from_score(window, sample, estimator.name)
-        kind = estimator.value_template.label
-        if changes:
-            kind += f" under {', '.join(map(str, changes))}"
+        template = estimator.value_template
+        under = f"under {', '.join(map(str, changes))}" if changes else ""
         return cls(
             prompt=prompt,
             text=text,
             log_prob=sample.log_prob,
             stderr=total.stderr,
-            kind=kind,
+            kind=template.word,
+            note=" ".join(filter(None, [template.note, under])),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

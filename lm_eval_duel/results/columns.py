@@ -378,7 +378,7 @@ def summary(rows: Sequence[Row]) -> Table:
         "value": value,
         "unit": lambda row: WORDS[row.metric],
         "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
-        "kind": lambda row: row.score.label,
+        "kind": lambda row: row.score.short_label,
         "error (±)": _error,
         "s.e. over windows": lambda row: number(row.window_stderr, ".2g"),
     }

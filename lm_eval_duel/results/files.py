@@ -129,7 +129,7 @@ def _as_file_name(text: str) -> str:
 
 ROW = (  # entries of a row alone
     *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps"),
-    *("likelihood=score.is_likelihood", "bound=score.is_bound"),
+    "kind=score.word",
     *("value", "stderr", "stderr_bound", "stderr_reason", "metrics", "nfe_per_token"),
     *("dtype=run.config.dtype", "fingerprint=run.config.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
 )

@@ -50,8 +50,8 @@ def _numbers(values: list[Any]) -> list[float | None]:
 
 
 def _kind(name: str) -> str:
-    """A kind of value in lower case; raises KeyError for an unknown one."""
-    return Kind[name.upper()].name.lower()
+    """The word for a kind of value; raises ValueError for an unknown one."""
+    return Kind(name).value
 
 
 def _strings(entries: Json | None) -> dict[str, str]:

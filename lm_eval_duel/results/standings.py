@@ -18,7 +18,7 @@ from lm_eval_duel.results.runs import Run
 MEAN = "mean"  # what rows are ranked by, if not by a task
 AR = "AR"
 ORACLE = "oracle"
-KINDS = {  # of a result, as `Value.word` has them: its meaning
+KINDS = {  # of a result, as `Value.word` has them, and AR: what each means
     AR: "an autoregressive model, exact",
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; ± is its own standard error",

@@ -240,8 +240,8 @@ class PairedDifference:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of the values, such as "a likelihood"."""
-        return tuple(value.label for value in self.values)
+        """The kinds of the values: exact, estimate, bound, no bound or oracle."""
+        return tuple(value.word for value in self.values)
 
     def __str__(self) -> str:
         values = []

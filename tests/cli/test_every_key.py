@@ -98,7 +98,7 @@ def check_scores(entry, scored):
     assert total.pop("bits_per_byte_documents_stderr") == pytest.approx(scored.documents_stderr)
     check_entry(total, scored.total)
 
-    assert entry["kind"] == "a likelihood"
+    assert entry["kind"] == "exact"
     assert entry["estimator"] == "duel"
     assert entry["fingerprint"] == scored.info["fingerprint"]
     assert entry["spec"] == scored.info["spec"]
@@ -117,7 +117,7 @@ def check_difference(pair, name):
     assert pair["difference"] == pytest.approx(per_token)
     assert pair["perplexities"] == pytest.approx([perplexity_of_middle, perplexity])
     assert pair["stderrs"] == [None, None]
-    assert pair["kinds"] == ["a likelihood"] * 2
+    assert pair["kinds"] == ["exact"] * 2
     assert "token" in pair["unit"]
     assert low < per_token < high
 

@@ -30,7 +30,7 @@ def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
     windows = [Window(**line["window"]) for line in samples]
     for line, score in zip(samples, duel.log_prob(windows), strict=True):
         assert line["log_prob"] == pytest.approx(score.log_prob, abs=1e-4)
-        assert line["kind"] == "a likelihood"
+        assert line["kind"] == "exact"
         assert line["rule"] == "greedy:k=1"
         assert line["block"] == 4
         assert line["seed"] == 3

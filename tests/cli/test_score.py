@@ -123,7 +123,7 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
 
     assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
-    assert registry.value_template("elbo", {"elbo_eps": "0.001"}).label == registry.Kind.NO_BOUND.value
+    assert registry.value_template("elbo", {"elbo_eps": "0.001"}).label == registry.Kind.NO_BOUND.meaning
 
 
 @pytest.mark.slow

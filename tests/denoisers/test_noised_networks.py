@@ -175,4 +175,4 @@ def test_a_text_has_a_bound_that_says_whose(tmp_path):
     [score] = duel.score(["a b c d"])
     assert score.bound
     assert score.stderr > 0
-    assert "ancestral sampling in 48 steps" in score.kind
+    assert "ancestral sampling in 48 steps" in score.note

@@ -223,7 +223,7 @@ def test_the_spec_says_whose_noise_it_is(checkpoints):
     [score] = duel.score(["a b c d"])
     assert not score.bound
     assert score.stderr is None
-    assert "given the noise of seed 1" in score.kind
+    assert "given the noise of seed 1" in score.note
     [text] = duel.generate(["a b"], max_new_tokens=8, do_sample=True, temperature=0.7, seed=2)
     assert math.isfinite(text.log_prob)
 

@@ -26,7 +26,8 @@ class Shown(Display):
     tokens: tuple[str, ...] = ("a",)
     token_logprobs: tuple[float, ...] = (-1.0,)
     reveal_steps: tuple[int, ...] = (0,)
-    kind: str = "a likelihood"
+    kind: str = "exact"
+    note: str = ""
     bound: bool = False
     windows: tuple[Window, ...] = (Window((1,), (2, 3), (4,)),)
     hidden: str = "hidden"
@@ -132,7 +133,7 @@ def test_a_value_has_its_sign_and_its_error(name, bound, error, shown):
 
 def test_the_line_and_the_plain_values():
     score = Shown(bound=True, tokens=("a", "b"), token_logprobs=(-1.0, -2.0), text="a b")
-    assert repr(score) == "Shown('a b', log_prob≥-1.0000, perplexity≤2.7183, 2 tokens, a likelihood)"
+    assert repr(score) == "Shown('a b', log_prob≥-1.0000, perplexity≤2.7183, 2 tokens, exact)"
     values = score.to_dict()
     assert set(values) == {field.name for field in dataclasses.fields(Shown)} - {"hidden"}
     assert json.loads(json.dumps(values)) == values

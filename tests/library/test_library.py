@@ -220,7 +220,8 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
     assert duel.spec == lm.spec
     assert score.bound == bound
     assert (score.stderr is not None) == drawn
-    assert score.kind == registry.value_template(duel.estimator.name, duel.spec).label
+    template = registry.value_template(duel.estimator.name, duel.spec)
+    assert (score.kind, score.note) == (template.word, template.note)
 
     orders = [window.reveal_steps for window in score.window_scores]
     calls = {

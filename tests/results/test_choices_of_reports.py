@@ -446,7 +446,7 @@ def test_the_table_of_a_run_has_both_errors_of_a_value(tmp_path):
     assert cells["s.e. over windows"] == "0.84"
     assert cells["bits per byte"] == "≤ 24.0449 ± 0.0721"
     assert cells["unit"] == "perplexity per token"
-    assert cells["kind"] == "an upper bound of the perplexity"
+    assert cells["kind"] == "bound"
     assert "Monte Carlo" in cells["error (±)"]
 
 

@@ -328,11 +328,10 @@ def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch,
     for file in ("report.md", "methods_sotu.tex"):
         assert "Fake Estimator" in (tmp_path / "out" / file).read_text()
     assert fake["rule"] is None
-    assert fake["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
-    assert fake["bound"] is (kind is registry.Kind.UPPER_BOUND)
+    assert fake["kind"] == kind.value
     assert not fake["best"]
-    assert rows["mixture"]["best"] is fake["likelihood"]
-    assert (kind.value in fake["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
+    assert rows["mixture"]["best"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
+    assert (kind.meaning in fake["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
 
 
 def test_names_of_files_differ_where_case_is_ignored():
@@ -394,10 +393,10 @@ def test_a_run_ends_with_a_table_of_kinds_and_errors():
         lines += summary(content).splitlines()
 
     for value, kind in (
-        ("≤ 42.27 ± 0.17", "an upper bound of the perplexity"),
-        ("≤ 42.04", "an upper bound of the perplexity"),
-        ("35.28", "a likelihood"),
-        ("25.30", "not a likelihood"),
+        ("≤ 42.27 ± 0.17", "bound"),
+        ("≤ 42.04", "bound"),
+        ("35.28", "exact"),
+        ("25.30", "oracle"),
         ("± 0.17", "Monte Carlo"),
     ):
         lines_with_value = [line for line in lines if f"{value} |" in line]
