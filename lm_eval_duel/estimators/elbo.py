@@ -2,7 +2,7 @@
 
 Draws are stratified within a replicate, also across the spans of a window, with phi the golden ratio:
 
-    t = frac(shift + draw / draws + span phi)
+    t = frac(shift + i / n + span phi)      of draw i of the n draws of a replicate
 
 Replicates have independent shifts, so their spread gives the standard error. All random numbers are functions of the
 seed and the window's ids, so results do not depend on batch size, order or rank.
