@@ -2,11 +2,11 @@
 
     -log p(x_0) <= KL(q(x_T | x_0) || p(x_T)) + sum_i E_{q(x_i | x_0)} KL(q(x_{i-1} | x_i, x_0) || k(x_{i-1} | x_i))
 
-The generative process starts from noise and samples all positions of x_{i-1} from k, given the network's output for x_i.
-Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i and its noisy text x_i. Its value is the
-exact KL (core/noise.py) divided by the probability of i. Small i are taken more often: few positions are noisy there,
-but these carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t. With
-self_conditioning=chain a draw is a whole path x_T, ..., x_1 with all T terms.
+The generative process starts from noise and samples all positions of x_{i-1} from k, given the network's output for
+x_i. Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i and its noisy text x_i. Its value is
+the exact KL (core/noise.py) divided by the probability of i. Small i are taken more often: few positions are noisy
+there, but these carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t.
+With self_conditioning=chain a draw is a whole path x_T, ..., x_1 with all T terms.
 
 Shapes: L row length, R lanes, W span width, S replicates, V tokens, C positions.
 """
