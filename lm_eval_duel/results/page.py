@@ -25,7 +25,7 @@ from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of
 from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder, is_limited
-from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
+from lm_eval_duel.results.standings import AR, KINDS, MEAN, ORACLE, RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import WORDS, Table, number
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def about(report: Report) -> str:
         by = f"{WORDS[report.tasks[standings.by].metric]} on {standings.by}"
     sentences = [
         f"{', '.join(_units(report)).capitalize()}: lower is better.",
-        f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
+        f"Likelihoods and estimates are ranked by {by}{_without_rank(standings)}.",
     ]
     if any(each.place and each.place.is_tied for task in report.tasks.values() for each in task.rows):
         sentences.append(
@@ -132,12 +132,28 @@ def about(report: Report) -> str:
         )
     if report.baselines:
         sentences.append(f"Gaps are to {_baseline_names(report)}.")
-    sentences.append(
-        "Intervals are 95 % intervals over documents. ± is the standard error of a Monte Carlo or sampled estimate."
-    )
+    compared = [each for task in report.tasks.values() for each in task.rows]
+    if any(each.interval for each in compared):
+        sentences.append("Intervals are 95 % intervals over documents.")
+    if any(each.row.stderr is not None for each in compared):
+        sentences.append("± is the standard error of a Monte Carlo or sampled estimate.")
     if report.scored:
         sentences.append("Of accuracies, ± is the standard error over documents.")
     return " ".join(sentences)
+
+
+def _without_rank(standings: Standings) -> str:
+    """That bounds and the oracle have no rank, if there are any."""
+    kinds = {row.method.kind for row in standings.rows if row.method.rows}
+    without = []
+    if "bound" in kinds:
+        without.append("bounds (≤)")
+    if ORACLE in kinds:
+        without.append("the oracle")
+    if not without:
+        return ""
+    verb = "has" if without == ["the oracle"] else "have"
+    return f"; {' and '.join(without)} {verb} no rank"
 
 
 def _units(report: Report) -> list[str]:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from results import documents, hf, ours
+from results import documents, hf, ours, put
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.results import columns, gaps, page, ranks
@@ -105,6 +105,23 @@ def test_the_page_and_the_report_say_which_rows_are_tied(content):
     worse = [row[table.heads.index("next lower: worse?")] for row in table.rows]
     assert worse.count(ranks.TIED) == len(tied)
     assert table.rows[0][0] == "1"
+
+
+@pytest.mark.parametrize("estimators", [(), ("elbo",), ("oracle",), ("elbo", "oracle")])
+def test_the_page_explains_what_is_on_it_only(tmp_path, estimators):
+    docs = {"sotu": documents(-TOKENS * HARD, TOKENS)}
+    ours(tmp_path, docs=docs)
+    for estimator in estimators:
+        file = ours(tmp_path, docs=docs, estimator=estimator)
+        if estimator == "elbo":
+            put(file, "config.duel.tasks.sotu.values.elbo.stderr", 0.5)
+
+    text = page.about(collect(parse([str(tmp_path), "--page", "--out", "unused"])))
+
+    assert ("≤" in text) == ("elbo" in estimators)
+    assert ("±" in text) == ("elbo" in estimators)
+    assert ("oracle" in text) == ("oracle" in estimators)
+    assert ("no rank" in text) == bool(estimators)
 
 
 def test_a_report_says_how_many_pairs_it_leaves_out_and_how_to_get_them(content, tmp_path):

@@ -2,6 +2,8 @@
 
 import math
 import shlex
+import subprocess
+import sys
 
 import pytest
 from results import documents, edit, hf, ours, per_token, put
@@ -255,6 +257,36 @@ def test_the_flags_of_a_command(tmp_path, make, changes, flags):
         assert (flag in words) == (value is not None)
         if value:
             assert words[words.index(flag) + 1] == value
+
+
+@pytest.mark.slow
+def test_the_command_of_a_row_makes_a_file_that_report_reads_to_the_same_row(tmp_path):
+    """Also the interval of a row that only a trace has the documents of."""
+    made_by = "estimator=mixture,lattice_rules=none,block=4"
+    run_of = [sys.executable, "-m", "lm_eval_duel", "run", "--tasks", "sotu", "--limit", "2", "--device", "cpu"]
+    run_of += ["--model_args", f"pretrained=demo-bd,{made_by},trace={tmp_path / 'private' / 't.jsonl'}"]
+    (tmp_path / "private").mkdir()
+    subprocess.run([*run_of, "--output_path", "first", "--log_samples"], check=True, cwd=tmp_path)
+    [first] = read.runs([tmp_path / "first"])
+
+    program, *words = shlex.split(files.command(first))
+    assert program == "lm-eval-duel"
+    subprocess.run([sys.executable, "-m", "lm_eval_duel", *words], check=True, cwd=tmp_path)
+
+    rows = []
+    for place, trace in (("first", "private/t.jsonl"), ("results", "t.jsonl")):
+        options = [str(tmp_path / place), "--traces", str(tmp_path / trace), "--out", "unused"]
+        [task] = collect(parse(options)).tasks.values()
+        rows.append(
+            [(each.row.title, each.row.value, each.interval, each.row.run.config.fingerprint) for each in task.rows]
+        )
+    first_rows, second_rows = rows
+    assert len(first_rows) == len(second_rows) > 1
+    for one, other in zip(first_rows, second_rows, strict=True):
+        assert one[0] == other[0]
+        assert one[1] == pytest.approx(other[1])
+        assert one[2] == pytest.approx(other[2])
+        assert one[3] == other[3]
 
 
 def test_a_model_that_was_made_in_python_has_no_command(tmp_path):
