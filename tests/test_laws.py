@@ -139,7 +139,7 @@ class PicksOf(rules.Rule):
 
 @pytest.mark.parametrize(("rule", "is_elsewhere"), [(PicksOf(), False), (PicksOf("bool", "meta"), True)])
 def test_control_a_pick_of_another_form_is_named_and_the_device_only_if_it_is_another(rule, is_elsewhere):
-    with pytest.raises(DuelError, match="pick of rule") as error:
+    with pytest.raises(DuelError, match="its pick must be") as error:
         Duel(Toy(), rule, 4).log_prob([Window((), (0, 1, 2))])
     assert ("device=lanes.masked.device" in str(error.value)) == is_elsewhere
 
