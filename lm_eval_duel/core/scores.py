@@ -357,8 +357,12 @@ class Counts:
         """Add one finished window of `tokens` target tokens."""
         self.windows += 1
         self.tokens += tokens
-        self.all_mask_starts += score.all_mask_starts
         self.nfe = known_sum(self.nfe, score.nfe)
+        self.add_ties(score)
+
+    def add_ties(self, score: Score) -> None:
+        """Add the ties of a window, which are a fact of its text, whichever run has scored it."""
+        self.all_mask_starts += score.all_mask_starts
         self.near_ties = known_sum(self.near_ties, score.near_ties)
         has_near_ties = None if score.near_ties is None else int(score.near_ties > 0)
         self.near_tie_windows = known_sum(self.near_tie_windows, has_near_ties)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -337,8 +337,10 @@ class Scoring:
     def answers(self) -> list[TextLogLikelihood]:
         """The log-likelihood of each request: from the response cache, or computed now and saved as it is finished."""
         evaluation = self.evaluation
+        saved: dict[Window, Score] = {}  # by an earlier run
         for n, scores in self.store.saved():
             self.count(n, scores)
+            saved.update(zip(self.windows[n], scores, strict=True))
 
         order: Sequence[int] = range(len(self.requests))
         if self.shuffled:
@@ -350,7 +352,7 @@ class Scoring:
 
         with evaluation.computing():
             with progress.bar:
-                for n, scores in self.scored(remaining, progress):
+                for n, scores in self.scored(remaining, saved, progress):
                     self.store.save(n, scores)  # first: whatever fails below, this request is not lost
                     self.count(n, scores)
                     if verification is not None:
@@ -383,13 +385,17 @@ class Scoring:
             running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks, is_of_rank)
         return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)
 
-    def scored(self, remaining: Sequence[int], progress: Progress) -> Iterator[tuple[int, list[Score]]]:
+    def scored(
+        self, remaining: Sequence[int], saved: Mapping[Window, Score], progress: Progress
+    ) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores of its windows) of each remaining request, as its last window is scored.
 
-        The score of a window that waits for others of its request is kept in the response cache.
+        The score of a window that waits for others of its request is kept in the response cache. `saved`: the windows
+        of the requests that are finished.
         """
         kept = self.store.kept(remaining)
         unfinished = Unfinished({n: self.windows[n] for n in remaining}, kept)
+        self.count_ties({**saved, **kept}, unfinished)
         for window in unfinished.saved:
             progress.add_saved(len(window.target))
         yield from unfinished.complete()
@@ -401,6 +407,16 @@ class Scoring:
             scores = unfinished.add(n, place, score)
             if scores is not None:
                 yield n, scores
+
+    def count_ties(self, known: Mapping[Window, Score], unfinished: Unfinished) -> None:
+        """Count the ties of windows that an earlier run has scored, so that a resumed run counts those of all.
+
+        The estimator counts equal windows once, and those that are scored now itself.
+        """
+        scored_now = {self.windows[n][place] for n, place in unfinished.missing}
+        for window, score in known.items():
+            if window.target and window not in scored_now:
+                self.evaluation.counts.add_ties(score)
 
     def scored_windows(self, missing: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Score]]:
         """((request, place), score) of each window as it is scored; an error names its request."""

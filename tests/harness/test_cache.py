@@ -171,6 +171,9 @@ def test_a_file_that_cannot_be_read_is_named(model, tmp_path, rank, begins):
         cached(model(), tmp_path)
 
 
+TIES = ("near_ties", "near_tie_windows", "all_mask_starts")  # counts of the results
+
+
 @pytest.mark.parametrize(
     "spec", [{}, {"estimator": "elbo", "mc_samples": 16}, {"estimator": "two_phase", "sample": 0.4}], ids=str
 )
@@ -190,6 +193,10 @@ def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch, sp
     assert "answers_from_cache" not in uninterrupted
     assert resumed["empty_requests"] == uninterrupted["empty_requests"] == 1
     assert resumed["windows"] < uninterrupted["windows"]
+    for count in TIES:
+        assert resumed[count] == uninterrupted[count], "an empty document and a repeated one count as they would"
+    if not spec:
+        assert uninterrupted["near_ties"] > uninterrupted["near_tie_windows"] > 0
 
     task = resumed["tasks"]["toy"]
     expected = uninterrupted["tasks"]["toy"]
@@ -254,8 +261,9 @@ def test_a_window_is_kept_while_an_unfinished_document_has_it(model, tmp_path):
     ],
     ids=str,
 )
-def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, spec, traced):
+def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, monkeypatch, spec, traced):
     """Killed in the middle of its document, a run loses the window in flight; cost and trace come out whole."""
+    monkeypatch.setattr("lm_eval_duel.core.decision.NEAR_TIE", 1e9)  # every pick is close
     texts = [(" ".join("abcdefghijklmnopqrstuvwxyz"),)]  # 2 windows
 
     def options(name):
@@ -294,6 +302,8 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     assert whole.estimator.counts.windows == 2
     assert not keys(again, "window ")
     resumed = again.lm.evaluation.stats.tasks["toy"].total
+    for count in TIES:
+        assert getattr(again.lm.evaluation.counts, count) == getattr(whole.evaluation.counts, count)
     uninterrupted = whole.evaluation.stats.tasks["toy"].total
     for name, total in uninterrupted.named.items():
         assert resumed.named[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
