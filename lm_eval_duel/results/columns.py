@@ -250,9 +250,9 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
         "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
         Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
-        Head("its 95 % interval", "DUEL's gap", LEVEL): gap_interval,
+        Head(f"DUEL's gap: {LEVEL}", "DUEL's gap", LEVEL): gap_interval,
         Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
-        Head("95 % interval of it", "gap closed", LEVEL): closed_interval,
+        Head(f"gap closed: {LEVEL}", "gap closed", LEVEL): closed_interval,
     }
     return Table.from_records("Gap to the autoregressive model", duels, shown)
 

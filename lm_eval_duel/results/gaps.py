@@ -18,6 +18,7 @@ CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 EXACT = "exact"  # an ELBO: the mean over all orders
 MONTE_CARLO = "Monte Carlo"  # an estimate of it
+CLOSE = f"{UNCLEAR}: the ELBO is within two standard errors of DUEL"
 BETTER = "the MDM is already better under the ELBO"
 NOT_OF_PERPLEXITY = Note("gap closed is defined for perplexities")
 Draws = Mapping[Row, np.ndarray]  # of nats per unit, by the bootstrap over documents that all rows share
@@ -261,7 +262,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
         row_stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
         stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, row_stderr)
     else:
-        unclear = Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and DUEL {with_error(row)}")
+        unclear = Note(CLOSE)
 
     interval_of_percent, no_draws = _gap_closed_interval(elbo, row, ar, draws)
     return GapClosed(

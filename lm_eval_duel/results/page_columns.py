@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lm_eval_duel.results import columns, gaps, ranks
 from lm_eval_duel.results.compare import ComparedRow, Comparison
-from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO, Pair
+from lm_eval_duel.results.gaps import CLOSE, EXACT, MONTE_CARLO, Pair
 from lm_eval_duel.results.ranks import TIED, Place
 from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
 
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
-CLOSE = (
-    f"{UNCLEAR}: the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
-)
 WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 
 
