@@ -20,7 +20,7 @@ from lm_eval_duel.audit.verify import OTHER_TEXTS, Verification
 from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import InconsistentOutput, naming
+from lm_eval_duel.errors import InconsistentOutput, counted, naming
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -364,7 +364,8 @@ class Scoring:
 
         ties = evaluation.counts.all_mask_starts - ties_before
         if ties:
-            log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
+            starts = counted(ties, "block")
+            log.info("%s started from masks alone, where all positions tie: the lowest was revealed first", starts)
         # The evaluation keeps the progress, which refers to `finished`: emptied, it does not keep the texts.
         return [self.finished.pop(n) for n in range(len(self.requests))]
 
