@@ -82,7 +82,8 @@ class Products(NamedTuple):
 
 def subsets(products: Products) -> Moves:
     """The subsets that products stand for, but for those of probability 0."""
-    state, log_in, log_out, fewest, most = products
+    state, log_in, log_out, *_ = products
+    bounds = torch.stack([products.fewest, products.most])  # (2, c) one plane, to be read at once
     possible = (log_in > -math.inf).long()  # (c, W)
     later = possible.flip(1).cumsum(1).flip(1) - possible  # (c, W) possible members after each position
 
@@ -92,12 +93,13 @@ def subsets(products: Products) -> Moves:
     chosen = torch.zeros_like(state)  # (I,) which ones, as a bit mask
     log_p = log_in.new_zeros(len(state))  # (I,)
     for position in range(log_in.shape[1]):
+        fewest, most = bounds[:, product]  # (I,) each
         enters = log_in[product, position]  # (I,)
         stays = log_out[product, position]  # (I,)
         # a partial subset is dropped as soon as it can no longer reach `fewest` members, or would exceed `most`
-        enough = members + later[product, position] >= fewest[product]  # (I,)
+        enough = members + later[product, position] >= fewest  # (I,)
         out = ((stays > -math.inf) & enough).nonzero()[:, 0]
-        into = ((enters > -math.inf) & (members < most[product])).nonzero()[:, 0]
+        into = ((enters > -math.inf) & (members < most)).nonzero()[:, 0]
         log_p = torch.cat([log_p[out] + stays[out], log_p[into] + enters[into]])
         chosen = torch.cat([chosen[out], chosen[into] | (1 << position)])
         members = torch.cat([members[out], members[into] + 1])
