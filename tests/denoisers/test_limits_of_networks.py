@@ -45,7 +45,7 @@ def first_of(*values):
 
 def test_the_mask_is_named_by_the_user_then_the_config_the_tokenizer_the_family():
     for user, config, tokenizer, family in itertools.product((None, 0), (None, 1), (None, 2), (None, 3)):
-        words = SimpleNamespace(mask_token_id=tokenizer)
+        words = SimpleNamespace(mask_token_id=tokenizer, get_vocab=dict)
         find = partial(vocabulary.find_mask_id, options(mask_token_id=user), {"mask_token_id": config}, words, family)
 
         expected = first_of(user, config, tokenizer, family)
