@@ -49,7 +49,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
         pairs.append(_pair(task, first, other, from_first))
     task = dataclasses.replace(task, rows=_as_named(task.rows, runs), pairs=pairs)
 
-    remarks = [*_sizes(scored), *_settings(scored), *_differences(task, runs, differences)]
+    remarks = [*_sizes(scored), *_settings(runs), *_differences(task, runs, differences)]
     any_cut = any(match.is_cut(run, TASK) for run in runs)
     for note in task.notes:
         if any_cut or note != task.windows:
@@ -89,9 +89,9 @@ def _sizes(scored: Sequence[ScoredModel]) -> Iterator[str]:
         yield f"model {n}: {model.method}{of_model}, fingerprint {model.info['fingerprint']}"
 
 
-def _settings(scored: Sequence[ScoredModel]) -> Iterator[str]:
+def _settings(runs: Sequence[Run]) -> Iterator[str]:
     """A line for each model but the first: the entries of its spec that differ from the first's, with both values."""
-    first, *others = [model.info["spec"] for model in scored]
+    first, *others = [run.spec for run in runs]
     for n, spec in enumerate(others, 2):
         entries = []
         for key in dict.fromkeys([*first, *spec]):

@@ -247,7 +247,7 @@ def _own_rules(names: Sequence[str]) -> tuple[list[str], dict[str, type[rules.Ru
     for text in names:
         name, *_ = rules.split(text)
         without_parameters.append(name)
-        if ":" in name or "." in name:
+        if any(sign in name for sign in ":./"):
             own_rules[name] = rules.find(name)
     return without_parameters, own_rules
 

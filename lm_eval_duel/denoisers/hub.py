@@ -77,7 +77,7 @@ def _what_else_it_is(folder: str) -> str:
     inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "config.json")), key=os.path.getmtime)
     if inside:
         names = ", ".join(os.path.dirname(path) for path in inside[-3:])  # the last ones that were written
-        return f", and is not a checkpoint; its subfolders are: {names}. Pass one of them."
+        return f", but there are checkpoints in it: {names}. Pass one of them."
     return (
         ": it is not a checkpoint, or its download is incomplete. A checkpoint is a folder as save_pretrained writes "
         "it: config.json, weights and a tokenizer."

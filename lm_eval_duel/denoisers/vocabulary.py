@@ -119,7 +119,7 @@ def _tokens_like_mask(tokenizer: PreTrainedTokenizerBase | None) -> str:
     for token, token_id in tokenizer.get_vocab().items():
         if LIKE_MASK.fullmatch(token):
             named.append(f"{token} (id {token_id})")
-    return f" By their names these may be it: {', '.join(sorted(named))}." if named else ""
+    return f" Tokens whose names look like one: {', '.join(sorted(named))}." if named else ""
 
 
 def another_mask(mask_id: int | None, tokenizer: Any | None) -> int | None:

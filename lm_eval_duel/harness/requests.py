@@ -150,7 +150,7 @@ def difference_from_hf(text: TextEncoder, kind: str, windows: Sequence[Sequence[
     if text.denoiser.attention != "causal":
         return ""
     if kind == "loglikelihood_rolling" and text.scheme != "harness" and any(len(parts) > 1 for parts in windows):
-        return "texts longer than a row are cut as under --model hf with windows=harness alone"
+        return "texts longer than a row are not cut where --model hf cuts them; for its numbers pass windows=harness"
     if bos_is_chosen:
         return ""
     added = tokenizer_adds(text.tokenizer)
@@ -159,8 +159,8 @@ def difference_from_hf(text: TextEncoder, kind: str, windows: Sequence[Sequence[
             return "--model hf would also score the BOS that this tokenizer adds, unless it gets add_bos_token=False"
     elif text.prefix and not added:
         return (
-            f"each context begins with a BOS (bos={text.bos}), and under --model hf with none, as of this tokenizer. "
-            "For its numbers pass bos=none"
+            f"each context begins with a BOS (bos={text.bos}), which this tokenizer does not add under --model hf; for "
+            "its numbers pass bos=none"
         )
     return ""
 

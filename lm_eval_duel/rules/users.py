@@ -19,16 +19,18 @@ CONTRACT = (
     "__call__(self, predictions, lanes), which returns a Decision or a boolean tensor (R, W) of the positions to reveal"
 )
 
+OWN_NAMES = "Rules of your own are named module:Name or path/to/file.py:Name"
+
 
 def find(name: str) -> type[Rule]:
     """The class of `module:Name` or `path/to/file.py:Name`; raises DuelError if it is not a rule."""
     module_name, class_name = name.split(":")
     is_file = module_name.endswith(".py")
-    if not class_name or not (is_file or all(module_name.split("."))):
-        hint = f": write {module_name}.py:{class_name}" if class_name and os.path.isfile(f"{module_name}.py") else ""
-        raise DuelError(
-            f"'{name}' is not a rule{hint}. Rules of your own are named module:Name or path/to/file.py:Name."
-        )
+    is_module = "/" not in module_name and all(module_name.split("."))
+    if not class_name or not (is_file or is_module):
+        lacks_ending = bool(class_name) and os.path.isfile(f"{module_name}.py")
+        hint = f": write {module_name}.py:{class_name}" if lacks_ending else ""
+        raise DuelError(f"'{name}' is not a rule{hint}. {OWN_NAMES}.")
     if is_file:
         folder, module_name = _folder_and_module(module_name)
     else:
@@ -79,16 +81,19 @@ def require_colon(name: str) -> None:
     """Raise DuelError if an unknown `name` is a module without its rule, or has another sign in place of the colon."""
     if _is_module(name):
         raise no_class(name)
+    if "/" in name and os.path.isfile(f"{name}.py"):
+        raise no_class(f"{name}.py")
     module, _, class_name = name.replace("/", ".").rpartition(".")
     if not module or not class_name.isidentifier():
         return
-    written = name[: -len(class_name) - 1]
-    if "/" in name and not written.endswith(".py"):
-        written = f"{written}.py"
-    raise DuelError(
-        f"'{name}' is not a rule of this package. One of your own is named module:Name or path/to/file.py:Name, such "
-        f"as {written}:{class_name}."
-    )
+    file = name[: -len(class_name) - 1]
+    if "/" not in name or file.endswith(".py"):
+        example = f"{file}:{class_name}"
+    elif os.path.isdir(file):
+        example = f"{name}.py:Name"
+    else:
+        example = f"{file}.py:{class_name}"
+    raise DuelError(f"'{name}' is not a rule of this package. {OWN_NAMES}, such as {example}.")
 
 
 def no_class(name_of_module: str) -> DuelError:

@@ -27,6 +27,7 @@ WORD = re.compile(rb"[\w.-]+")  # nearly all names of tasks are one
 NAMED = re.compile(  # the names that a task file gives
     rb"""^["']?(?:task|group|tag)["']?: *["']?([\w.-]+)""", re.MULTILINE
 )
+OF_THE_HUB = re.compile(r"\bhub\b|huggingface|offline", re.IGNORECASE)  # in an error; not GitHub
 NO_YAML = (".py", ".pyc", ".md")  # files beside those of tasks; some that these include have no ending
 
 
@@ -75,8 +76,7 @@ def loading() -> Iterator[None]:
 
 def _about_the_hub(error: Exception) -> str:
     """Sentences on what a data set of the hub needs, if the error may come from there; else an empty text."""
-    words = str(error).lower()
-    is_of_the_hub = isinstance(error, ConnectionError) or "hub" in words or "offline" in words
+    is_of_the_hub = isinstance(error, ConnectionError) or OF_THE_HUB.search(str(error))
     if not is_of_the_hub:
         return ""
     end = "" if str(error).strip().endswith(".") else "."
@@ -251,10 +251,10 @@ def advice(missing: Sequence[str], folders: Sequence[str | Path]) -> str:
     sentences = f" Did you mean {', '.join(near)}?" if near else ""
     sentences += unreadable(folders)
     if ours:
-        verb = "are tasks" if len(ours) > 1 else "is a task"
+        what = "are tasks" if len(ours) > 1 else "is a task"
         sentences += (
-            f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
-            "folders tasks)."
+            f" {', '.join(ours)} {what} of lm_eval_duel: add the folder of its tasks, --include_path $(lm-eval-duel "
+            "list folders tasks)."
         )
     return sentences
 

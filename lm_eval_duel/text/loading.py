@@ -69,13 +69,11 @@ def load_scorer(
 
 
 class WithoutWeights(NamedTuple):
-    """A model before its weights are read. `options`: with the ids that the rule takes from the
-    tokenizer; `text`: None if only the network says how long its rows are, or if its own code would have to run.
-    """
+    """A model before its weights are read."""
 
-    options: Options
+    options: Options  # with the ids that the rule takes from the tokenizer
     tokenizer: PreTrainedTokenizerBase
-    text: TextEncoder | None
+    text: TextEncoder | None  # None: only the network says how long its rows are, or its own code would have to run
 
 
 def require_loadable(options: Options) -> WithoutWeights:

@@ -91,11 +91,17 @@ def test_a_rule_of_ones_own_without_its_colon_is_told_how_it_is_named(tmp_path, 
         "users_rule_named.py.Mine": "users_rule_named.py:Mine",
         "folder/users_rule_named/Mine": "folder/users_rule_named.py:Mine",
         "./users_rule_named:Mine": "./users_rule_named.py:Mine",
+        f"{tmp_path}/users_rule_named:Mine": f"{tmp_path}/users_rule_named.py:Mine",
+        "./users_rule_named": "./users_rule_named.py:Mine",
+        f"{tmp_path}/missing": f"{tmp_path}/missing.py:Name",
         "users_rule_named::Mine": "users_rule_named:Mine",
     }.items():
         with pytest.raises(DuelError) as error:
             rules.parse(text)
         assert f" {remedy}." in str(error.value)
+    with pytest.raises(DuelError) as error:
+        rules.parse("./missing")
+    assert "./missing.py:Name" in str(error.value)
 
 
 def test_a_file_below_the_home_folder(tmp_path, monkeypatch):
