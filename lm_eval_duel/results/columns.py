@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -216,12 +215,21 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
         WORDS[metric]: lambda each: value(each.row),
     }
     for attribute, title in (("next_lower", "next lower"), ("lowest", "lowest")):
-        pair = operator.attrgetter(f"place.{attribute}")
         group = f"from the {title}"
-        shown[Head(group, group, unit)] = lambda each, pair=pair: pair(each) and _difference(pair(each))
-        shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = lambda each, pair=pair: pair(each) and interval_of(pair(each))
-        shown[Head(f"{title}: worse?", group, "worse?")] = lambda each, pair=pair: pair(each) and is_worse(pair(each))
+        shown[Head(group, group, unit)] = _of_other_row(attribute, _difference)
+        shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = _of_other_row(attribute, interval_of)
+        shown[Head(f"{title}: worse?", group, "worse?")] = _of_other_row(attribute, is_worse)
     return Table.from_records(f"Ranks, and paired differences in {unit}", best_first, shown, f"{PLACES} {SINGLE}")
+
+
+def _of_other_row(attribute: str, cell: Callable[[Pair], Cell]) -> Callable[[ComparedRow], Cell]:
+    """The cells of rows for an attribute of `Place`: what `cell` shows of that pair; empty for the row of rank 1."""
+
+    def cell_of_row(each: ComparedRow) -> Cell:
+        pair = getattr(each.place, attribute)
+        return None if pair is None else cell(pair)
+
+    return cell_of_row
 
 
 def interval_of(pair: Pair) -> str:
