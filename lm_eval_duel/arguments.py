@@ -236,7 +236,7 @@ def at_home(path: Any) -> str:
 
 
 TEXT = ArgumentType("a text", str)
-PLACE = ArgumentType("a path", at_home)  # of which `none` stands for no value
+OPTIONAL_PATH = ArgumentType("a path", at_home)  # `none` stands for no value, as of most arguments
 RAW = ArgumentType("a text", str, nothing=(None,))
 TRUTH = ArgumentType("true or false", _truth)
 COUNT = whole(1)

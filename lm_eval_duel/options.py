@@ -19,7 +19,7 @@ from lm_eval_duel.arguments import (
     BLOCK,
     CHECKPOINT,
     COUNT,
-    PLACE,
+    OPTIONAL_PATH,
     TEXT,
     Argument,
     Arguments,
@@ -106,7 +106,7 @@ class Options(NetworkArguments):
         identity=False,
     )
     trace: str | None = argument(
-        PLACE, None, "write a line for each window to this [file](results.md#traces)", identity=False
+        OPTIONAL_PATH, None, "write a line for each window to this [file](results.md#traces)", identity=False
     )
     verify: int = argument(
         whole(0),

@@ -162,7 +162,7 @@ def audit(options: argparse.Namespace) -> Audit:
         audit_totals(lm, findings)
     except (signals.Interrupted, KeyboardInterrupt) as signal:
         status = signal.code if isinstance(signal, signals.Interrupted) else INTERRUPTED
-        stop(int(status or 0), findings.interrupted(unaudited))
+        stop(status, findings.interrupted(unaudited))
     return findings
 
 

@@ -7,8 +7,8 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.console.command_line import plain_table
-from lm_eval_duel.console.exits import FAILED, PROGRAM, WRONG, errors_as_exit_codes, print_on_any_console, process
+from lm_eval_duel.console.command_line import plain_table, process
+from lm_eval_duel.console.exits import FAILED, PROGRAM, WRONG, errors_as_exit_codes, print_on_any_console
 from lm_eval_duel.errors import UsageError, documentation, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)

@@ -235,7 +235,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     config = _as_lm_eval_reads(args)
     if not config.tasks:
         raise UsageError("No task to run; name one or several: --tasks sotu.")
-    names = [name.strip() for name in named.split(config.tasks)]
+    names = named.split(config.tasks)
     from lm_eval.api.registry import model_registry
 
     if config.model not in model_registry and nearest(config.model, MODELS):

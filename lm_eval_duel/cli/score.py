@@ -13,8 +13,7 @@ from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.cli.comparison import compared
 from lm_eval_duel.cli.models import OtherModel, other_model
 from lm_eval_duel.cli.scored import ScoredModel, score
-from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, write_json
-from lm_eval_duel.console.exits import process
+from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import stats

@@ -1,4 +1,4 @@
-"""The parts that all commands share: the JSON and the tables that they write, and their flags."""
+"""The parts that all commands share: the JSON and the tables that they write, their flags, and their ranks."""
 
 from __future__ import annotations
 
@@ -148,6 +148,14 @@ def is_numeric(cells: Iterable[str]) -> bool:
 
 FIGURES = ("png", "svg", "pdf")
 WIDTHS = 3.0, 30.0  # inches of a figure
+
+
+def process() -> tuple[int, int]:
+    """(number of this process, how many there are) in a launch by torchrun or accelerate; (0, 1) without one."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes < 2:
+        return 0, 1
+    return int(os.environ.get("RANK", "0")), processes
 
 
 @dataclasses.dataclass(frozen=True)

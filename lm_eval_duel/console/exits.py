@@ -34,14 +34,6 @@ NO_MEMORY = (  # in the RuntimeError that torch raises
 )
 
 
-def process() -> tuple[int, int]:
-    """(number of this process, how many there are) in a launch by torchrun or accelerate; (0, 1) without one."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes < 2:
-        return 0, 1
-    return int(os.environ.get("RANK", "0")), processes
-
-
 class Exit(SystemExit):
     """The end of a command. `code` is the exit status; its text is the message, which has been printed."""
 

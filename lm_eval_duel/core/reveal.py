@@ -425,6 +425,8 @@ _pending: tuple[int, float] | None = None  # the deferred signal, and when it ar
 class Interrupted(SystemExit):
     """A signal has ended the run. The exit status is 128 + its number, as in a shell."""
 
+    code: int
+
     def __init__(self, number: int):
         super().__init__(128 + number)
         self.name = signal.Signals(number).name

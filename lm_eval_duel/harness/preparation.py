@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lm_eval_duel.console.command_line import FLAGS, is_writable_folder, key_values
-from lm_eval_duel.console.exits import process
+from lm_eval_duel.console.command_line import FLAGS, is_writable_folder, key_values, process
 from lm_eval_duel.errors import DuelError, UsageError, naming, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches
@@ -76,8 +75,8 @@ def _check_arguments(config: EvaluatorConfig) -> None:
     """Raise UsageError for arguments of lm-eval that it takes, and fails over once a model is loaded or has scored."""
     if not config.tasks:
         raise UsageError(
-            "--tasks names no task: there is no YAML file of a task in that folder. To score the texts in it, add a "
-            "slash to its name."
+            "No task to run; name one or several: --tasks sotu. A folder stands for the task files (.yaml) in it; to "
+            "score the texts in it instead, add a slash to its name."
         )
     if config.limit is not None and config.limit <= 0:
         raise UsageError(

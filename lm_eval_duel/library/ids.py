@@ -406,7 +406,7 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
                 f"'{key}' is an argument of the network: pass it where the network is loaded, as in "
                 f"load(NAME, {key}={value!r}), or to Duel.from_pretrained."
             )
-        raise unknown("argument", key, known, f"of estimator={entry.name}")
+        raise unknown("argument", key, [*KEYWORDS, "tokenizer", *known], f"of Duel with estimator={entry.name}")
     return Options.parse({"estimator": entry.name, **arguments})
 
 

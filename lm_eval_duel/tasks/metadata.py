@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import (
     CHECKPOINT,
     COUNT,
-    PLACE,
+    OPTIONAL_PATH,
     TEXT,
     TRUTH,
     Arguments,
@@ -57,7 +57,9 @@ class TaskMetadata(Arguments):
     )
     field: str = argument(TEXT, "text", "the column of your files that holds the text")
     lines: bool = argument(TRUTH, False, "each line of a .txt or .md file is a document")
-    data_dir: str | None = argument(PLACE, None, "a folder of local copies of the paper's data sets", unset="the hub")
+    data_dir: str | None = argument(
+        OPTIONAL_PATH, None, "a folder of local copies of the paper's data sets", unset="the hub"
+    )
     rows: int | None = argument(COUNT, None, "how many rows your copy has", unset="all")
     tokenizer: str | None = argument(
         CHECKPOINT, None, "the tokenizer, if the model args do not name it", unset="the model's"

@@ -179,7 +179,8 @@ def split(tasks: str | Sequence[str]) -> list[str]:
     if isinstance(tasks, str):
         tasks = [tasks]
     for text in tasks:
-        names += map(at_home, text.split(","))
+        for name in text.split(","):
+            names.append(at_home(name.strip()))
     return names
 
 

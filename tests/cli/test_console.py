@@ -278,7 +278,7 @@ def test_processes(size, rank, expected, monkeypatch):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert exits.process() == expected
+    assert command_line.process() == expected
 
 
 @pytest.mark.parametrize("name", program.COMMANDS)

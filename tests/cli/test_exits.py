@@ -7,7 +7,8 @@ from lm_eval_duel.cli import score
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.console import exits
 from lm_eval_duel.demo import FOLDER
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.tasks import named
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -72,6 +73,15 @@ def test_a_data_set_that_is_not_here_is_not_begun_and_says_what_it_needs(command
     assert code == exits.WRONG, message
     assert "HF_HUB_OFFLINE" in message
     assert ("data_dir" if task == "duel_ptb" else "duel_text") in message
+
+
+def test_an_error_that_names_github_is_not_one_of_the_hub():
+    with pytest.raises(UsageError) as error, named.loading():
+        raise ValueError("no column 'text': see https://github.com/someone/a_task")
+    assert "duel_text" not in str(error.value)
+    with pytest.raises(UsageError) as error, named.loading():
+        raise ValueError("Couldn't reach the Hub")
+    assert "duel_text" in str(error.value)
 
 
 def test_too_many_positions_are_not_begun():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lm_eval_duel.arguments import CHECKPOINT, PLACE, declared
+from lm_eval_duel.arguments import CHECKPOINT, OPTIONAL_PATH, declared
 from lm_eval_duel.cli import generate, inspect, run, score
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import FLAGS
@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_every_type_of_a_path_knows_it(home):
-    for kind in (command_line.PATH, command_line.MODEL_NAME, command_line.FILE, CHECKPOINT, PLACE):
+    for kind in (command_line.PATH, command_line.MODEL_NAME, command_line.FILE, CHECKPOINT, OPTIONAL_PATH):
         assert kind("x", "~/new") == f"{home}/new"
     for kind in (command_line.EXISTING, command_line.FOLDER):
         assert kind("x", "~") == str(home)
@@ -35,13 +35,13 @@ def test_every_type_of_a_path_knows_it(home):
 
 
 def test_model_args_and_metadata(home):
-    names = [name for name, arg in MODEL_ARGUMENTS.items() if arg.kind in (CHECKPOINT, PLACE)]
+    names = [name for name, arg in MODEL_ARGUMENTS.items() if arg.kind in (CHECKPOINT, OPTIONAL_PATH)]
     assert {"pretrained", "tokenizer", "peft", "trace"} <= {*names}
     for name in names:
         assert getattr(Options.parse({name: "~/x"}), name) == f"{home}/x", name
     assert Options.parse({"trace": "none"}).trace is None
     assert TaskMetadata(data_dir="~/x").data_dir == f"{home}/x"
-    assert declared(TaskMetadata)["data_dir"].kind is PLACE
+    assert declared(TaskMetadata)["data_dir"].kind is OPTIONAL_PATH
 
 
 def test_files_of_texts(home):
