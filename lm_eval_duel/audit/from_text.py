@@ -19,6 +19,7 @@ from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import counted
 from lm_eval_duel.text.annotated import TokenText
+from lm_eval_duel.text.unigram import unigram_perplexity, unigram_warning
 
 COUNTED = "duel_tokens"  # a column of the tasks of this package, which count their documents' tokens
 
@@ -28,7 +29,7 @@ class FromText:
     """The documents of a task, counted and added up.
 
     `bos` says which special tokens of a row are scored; `length` is that of the longest row; `prefix` and `suffix` are
-    its special tokens; `vocabulary` is the number of tokens that the network may predict.
+    its special tokens; `vocabulary` is the number of tokens that the network may predict; `at_most` is True for bounds.
     """
 
     task: str
@@ -38,6 +39,7 @@ class FromText:
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
     vocabulary: int = 1
+    at_most: bool = False
     documents: int = 0
     log_prob: float = 0.0
     tokens: int = 0
@@ -135,39 +137,14 @@ class FromText:
 
     @property
     def unigram(self) -> float:
-        """The token perplexity of these texts if each token is predicted by the shares of all others.
-
-        As many tokens as there are distinct ones are added, spread over the vocabulary, since a token that comes once
-        is not among the others. A network that reads its context is far below this.
-        """
-        count = sum(self.ids.values())
-        if not count:
-            return math.nan
-        added = len(self.ids)
-        added_to_each = added / max(self.vocabulary, added)
-        nats = 0.0
-        for times in self.ids.values():
-            nats -= times * math.log((times - 1 + added_to_each) / (count - 1 + added))
-        return math.exp(nats / count)
+        """The token perplexity of these texts under a unigram of them."""
+        return unigram_perplexity(self.ids, self.vocabulary)
 
     def warnings(self, printed: Mapping[str, float]) -> list[str]:
-        """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
-
-        On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing.
-        """
+        """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask."""
         value = printed.get("token_perplexity", math.nan)
-        without_context = f"a unigram of its texts has {self.unigram:.2f}"
-        limit = self.unigram
-        tokens = max(self.vocabulary, len(self.ids))
-        if limit > tokens:
-            without_context = f"a network for which all {tokens:,} tokens are alike has {tokens:,}"
-            limit = tokens
-        if not value > limit:
-            return []
-        return [
-            f"the token perplexity of {self.task} is {value:.2f}, and {without_context}: check the mask, shift_logits, "
-            "the special tokens and the tokenizer"
-        ]
+        warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most)
+        return [warning] if warning else []
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
         """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""

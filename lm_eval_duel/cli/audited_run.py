@@ -266,6 +266,7 @@ def audit_text(
         lm.text.prefix,
         lm.text.suffix,
         vocabulary=int((~lm.denoiser.excluded).sum()),
+        at_most=lm.estimator.value_template.is_bound,
     )
     items: dict[str, list[Any]] = {}  # by metric: what the task aggregates, of each document
     for n, (request, answer) in enumerate(zip(requests, answers, strict=True)):
@@ -311,7 +312,12 @@ def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]
 
 def audit_totals(lm: DuelMDM, findings: Audit) -> None:
     """Add what differs between the totals of each task in the results and those of its audited windows."""
-    tasks = lm.get_model_info()["duel"]["tasks"]
+    total = lm.evaluation.total()
+    for line in total.log_lines():
+        log.info("%s", line)
+    for line in total.warnings():  # the unigram's stand beside the verdict
+        log.warning("%s", line)
+    tasks = total.describe()["tasks"]
     by_task: dict[str, list[CheckedWindow]] = {}
     for each in findings.checked:
         task = each.where.split(",")[0].removeprefix("task ")

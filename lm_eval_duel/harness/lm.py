@@ -210,7 +210,8 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         total = self.evaluation.total()
         for line in total.log_lines():
             log.info("%s", line)
-        for line in total.warnings():
+        vocabulary = int((~self.denoiser.excluded).sum())
+        for line in [*total.warnings(), *total.unigram_warnings(vocabulary)]:
             log.warning("%s", line)
         duel = {
             "schema": SCHEMA,

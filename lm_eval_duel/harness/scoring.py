@@ -225,7 +225,8 @@ class Evaluation:
     def _saved(self, progress: Progress) -> str:
         """A sentence on what an interrupted call has saved."""
         if self.store is None:
-            kept = "No answer is saved: only lm_eval and `lm-eval-duel run` with --use_cache FILE can be resumed."
+            # `score` and `audit` say it, too, which have no such flag
+            kept = "No answer is saved. (`lm_eval` and `lm-eval-duel run` save them with --use_cache FILE.)"
             if self.trace is not None:
                 kept += f" The trace {self.trace.place} has the finished documents."
             return kept
@@ -440,7 +441,8 @@ class Scoring:
         unknown = self.evaluation.text.unknown(self.windows[n], text)
         self.finished[n] = TextLogLikelihood(total, text)
         task = str(request.task_name)
-        self.evaluation.stats.add_request(task, document_of(request), total, unknown, request.idx)
+        document = document_of(request)
+        self.evaluation.stats.add_request(task, document, total, unknown, request.idx, self.windows[n])
 
     def draw_verification(self, remaining: Sequence[int]) -> Verification | None:
         """Draw the windows that are to be scored again, if any are."""

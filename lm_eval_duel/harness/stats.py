@@ -7,7 +7,7 @@ import importlib.metadata
 import resource
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,11 +19,14 @@ from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
+from lm_eval_duel.text.unigram import scored_tokens, unigram_warning
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.core.windows import Window
 
 SHOWN = 20  # documents listed in a log line
+FEWEST = 1_000  # tokens of a task that is compared with its unigram: fewer may be unusual texts
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
@@ -45,10 +48,13 @@ class TaskStats:
     documents: set[Any] = dataclasses.field(default_factory=set)
     near_ties: set[Any] = dataclasses.field(default_factory=set)  # documents that have any
     unknown: Counter[Any] = dataclasses.field(default_factory=Counter)  # [UNK] tokens of documents that have any
+    ids: Counter[int] = dataclasses.field(default_factory=Counter)  # how often each token is scored
     has_options: bool = False  # its requests are the options of questions, so their sum is no text's value
 
-    def add(self, document: Any, total: Total, unknown: int = 0, option: int = 0) -> None:
-        """Add one request of a document; `unknown`: how many of its tokens are [UNK]; `option`: its number."""
+    def add(
+        self, document: Any, total: Total, unknown: int = 0, option: int = 0, windows: Iterable[Window] = ()
+    ) -> None:
+        """Add one request of a document; the arguments are those of `RunStats.add_request`."""
         self.total.merge(total)
         self.requests += 1
         self.longest = max(self.longest, total.tokens)
@@ -57,6 +63,7 @@ class TaskStats:
             self.near_ties.add(document)
         if unknown:
             self.unknown[document] += unknown
+        self.ids.update(scored_tokens(windows))
         self.has_options |= option > 0
 
     def merge(self, other: TaskStats) -> None:
@@ -67,6 +74,7 @@ class TaskStats:
         self.documents |= other.documents
         self.near_ties |= other.near_ties
         self.unknown.update(other.unknown)
+        self.ids.update(other.ids)
         self.has_options |= other.has_options
 
     def describe(self) -> dict[str, Any]:
@@ -99,9 +107,21 @@ class RunStats:
     verify_failures: list[str] = dataclasses.field(default_factory=list)  # why other drawn windows were not
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
-    def add_request(self, task: str, document: Any, total: Total, unknown: int = 0, option: int = 0) -> None:
-        """Add one request; `unknown`: how many of its tokens are [UNK]; `option`: its number among a document's."""
-        self.tasks.setdefault(task, TaskStats()).add(document, total, unknown, option)
+    def add_request(
+        self,
+        task: str,
+        document: Any,
+        total: Total,
+        unknown: int = 0,
+        option: int = 0,
+        windows: Iterable[Window] = (),
+    ) -> None:
+        """Add one request.
+
+        `unknown`: how many of its tokens are [UNK]; `option`: its number among a document's; `windows`: its windows,
+        whose tokens are counted.
+        """
+        self.tasks.setdefault(task, TaskStats()).add(document, total, unknown, option, windows)
         self.count("empty_requests", int(total.tokens == 0))
 
     def count(self, name: str, more: int | None) -> None:
@@ -173,6 +193,22 @@ class RunStats:
             unknown = stats.unknown.total()
             if unknown:
                 lines.append(f"{task}: {unknown_share(unknown, stats.total.tokens)}")
+        return lines
+
+    def unigram_warnings(self, vocabulary: int) -> list[str]:
+        """The warnings of tasks whose perplexity is above that of a unigram of their texts.
+
+        A task of choices has none: wrong options are no texts. `vocabulary`: the tokens that the network may predict.
+        """
+        lines = []
+        for task, stats in self.tasks.items():
+            total = stats.total
+            if stats.has_options or total.tokens < FEWEST:
+                continue
+            bound = total.value.is_bound
+            warning = unigram_warning(task, total.perplexity, stats.ids, vocabulary, bound)
+            if warning:
+                lines.append(warning)
         return lines
 
     @property

@@ -504,3 +504,16 @@ def test_two_samplers_of_one_estimator_are_told_apart():
         [first, *_] = scored.ScoredModel(info, spec["estimator"], [line], line)._about()
         described.add(first)
     assert len(described) == 2
+
+
+@pytest.mark.parametrize(("words", "warns"), [(1200, True), (800, False)])
+def test_a_text_that_a_unigram_predicts_better_is_noted(words, warns, folder, tmp_path, capsys, caplog, monkeypatch):
+    """A network that knows nothing, on a text of one word: said once for each model, from 1,000 tokens on."""
+    monkeypatch.setattr("lm_eval.utils.setup_logging", lambda: None)  # it takes the log away from caplog
+    texts = tmp_path / "a.txt"
+    texts.write_text("a " * words)
+    model = f"pretrained={folder},rule=greedy,block=4,bos=none"
+    run(str(texts), "--model_args", model, "--compare", "estimator=elbo,mc_samples=4", capsys=capsys)
+    notes = [record.message for record in caplog.records if "unigram" in record.message]
+    assert len(notes) == 2 * warns
+    assert [" at most " in note for note in notes] == [False, True][: len(notes)]

@@ -170,6 +170,57 @@ def test_lines_of_the_log():
         assert bool(estimated.errors()) == (option == 0)
 
 
+# Four tokens, equally often, over a vocabulary of 8: each is a quarter of all others, nearly.
+QUARTERS = (5, 6, 7, 1) * 250
+
+
+def of_perplexity(perplexity, target=QUARTERS, kind=Kind.LIKELIHOOD, known=()):
+    """A window, and its total if it has this perplexity."""
+    window = Window((9,), target, known=known)
+    nats = -window.scored_tokens * math.log(perplexity)
+    return window, Total.from_score(window, Score(nats, kind=kind), "duel")
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "warns", "options"),
+    [
+        (3.9, False, {}),
+        (4.1, True, {}),
+        (7.9, True, {}),  # not yet that of a network that knows nothing
+        (math.inf, False, {}),  # it has a reason of its own
+        (4.1, True, {"kind": Kind.UPPER_BOUND}),
+        (4.1, False, {"target": QUARTERS[:-1]}),  # too few tokens
+        (4.1, False, {"known": (0,)}),  # 999 of them are scored
+        (4.1, False, {"target": (*QUARTERS, *(2,) * 200)}),  # 1,200 tokens of which the last need context
+        (4.1, True, {"target": (*QUARTERS, *(2,) * 200), "known": tuple(range(1000, 1200))}),
+    ],
+)
+def test_a_task_that_a_unigram_of_its_texts_predicts_better(perplexity, warns, options):
+    window, of_window = of_perplexity(perplexity, **options)
+    run = RunStats()
+    run.add_request("t", 0, of_window, windows=[window])
+
+    lines = run.unigram_warnings(8)
+    assert len(lines) == warns
+    for line in lines:
+        is_bound = "kind" in options
+        assert f"of t is {'at most ' * is_bound}{perplexity:.2f}, and a unigram of its texts has 4.0" in line
+
+    run.add_request("t", 0, of_window, option=1, windows=[window])  # a wrong answer is no text
+    assert run.unigram_warnings(8) == []
+
+
+def test_the_unigram_of_all_ranks():
+    window, of_window = of_perplexity(4.1, target=QUARTERS[:500])
+    merged = RunStats(ranks=0)
+    for rank in range(2):
+        part = RunStats(counts=dict(COUNTS))
+        part.add_request("t", rank, of_window, windows=[window])
+        assert part.unigram_warnings(8) == []
+        merged.merge(part)
+    assert len(merged.unigram_warnings(8)) == 1
+
+
 def test_peak_memory_is_in_bytes():
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024

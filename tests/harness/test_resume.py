@@ -48,7 +48,7 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     assert len(calls) == 14
     assert signal.getsignal(number) is before
     message = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 documents. "
-    assert f"{message}No answer is saved: " in caplog.text
+    assert f"{message}No answer is saved. " in caplog.text
 
 
 @pytest.mark.parametrize(("calls", "said"), [(1, "nothing to save yet"), (14, "They are saved in ")])
