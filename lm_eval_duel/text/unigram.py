@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 
 
 def scored_tokens(windows: Iterable[Window]) -> Counter[int]:
-    """How often each token is scored in some windows."""
+    """The count of each token among those that some windows score."""
     counts: Counter[int] = Counter()
     for window in windows:
         scored = window.target
