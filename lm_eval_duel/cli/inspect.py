@@ -142,7 +142,7 @@ def _score(lm: DuelMDM) -> str:
     drawn = registry.find(lm.estimator.name).monte_carlo is not None
     nats = shown_log_prob(total.value, drawn, ".3f")
     about = f"{nats} nats for the {total.tokens} tokens of {SENTENCE!r}"
-    return f"{about}, {method}{steps}, {total.value.label}, {number(seconds)} s"
+    return f"{about}, {method}{steps}, {total.value.short_label}, {number(seconds)} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

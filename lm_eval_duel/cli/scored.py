@@ -143,11 +143,11 @@ class ScoredModel:
         value = self.total.value
         kind = "" if value.is_exact and not value.note else f" ({value.label})"
         yield f"{self.method}{kind}"
-        drawn = registry.find(self.estimator).monte_carlo
-        if drawn is not None and value.error is None:
-            yield drawn.unknown(spec)
+        monte_carlo = registry.find(self.estimator).monte_carlo
+        if monte_carlo is not None and value.error is None:
+            yield monte_carlo.unknown(spec)
         if self.documents_stderr is not None:
-            bits = _rate("bits_per_byte", drawn is not None)(self.total)
+            bits = _rate("bits_per_byte", monte_carlo is not None)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share

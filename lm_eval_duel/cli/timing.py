@@ -213,7 +213,7 @@ def table(
         f"{counted(about['documents'], 'document')}, {counted(about['tokens'], 'token')} in "
         f"{counted(about['windows'], 'window')} of at most {counted(about['length'], 'position')}. Up to "
         f"{counted(most, 'window')} {verb} timed for each estimator, on {lm.denoiser.device}; the figures "
-        "are of all:",
+        "are for all windows:",
         "",
         plain_table(HEADER, rows),
     ]

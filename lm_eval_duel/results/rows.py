@@ -182,10 +182,10 @@ class Row:
     @property
     def stderr_reason(self) -> str:
         """The reason that a drawn value has no error."""
-        drawn = self.entry.monte_carlo
-        if drawn is None or self.stderr is not None:
+        monte_carlo = self.entry.monte_carlo
+        if monte_carlo is None or self.stderr is not None:
             return ""
-        return drawn.unknown(self.run.spec)
+        return monte_carlo.unknown(self.run.spec)
 
     @property
     def window_stderr(self) -> float | None:

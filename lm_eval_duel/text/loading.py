@@ -103,14 +103,15 @@ def require_loadable(options: Options) -> WithoutWeights:
 def _described_text(options: Options, checkpoint: Checkpoint) -> TextEncoder | None:
     """The encoder of texts for a network that is made without its weights; None if the length of its rows is not known.
 
-    Raises DuelError if the network does not take the options, their block or their grid.
+    Raises DuelError if the network does not take the options, their preset, their block or their grid.
     """
-    block = None
     with _naming_preset(options, checkpoint):
         network = without_weights(checkpoint)
-        if "block" in registry.find(options.estimator).takes:
-            block = resolve_block(network, options.block)
-        resolve_grid(network, options.grid)
+    presets.require_fit(options.preset, network.family, network.block is not None)
+    block = None
+    if "block" in registry.find(options.estimator).takes:
+        block = resolve_block(network, options.block)
+    resolve_grid(network, options.grid)
     if not hasattr(network, "max_length"):
         return None
     return TextEncoder(checkpoint.text_tokenizer(), network, options.windows, block)

@@ -117,11 +117,11 @@ def test_every_line_says_what_the_network_is(more, label, says, described):
 @pytest.mark.parametrize(
     ("name", "score", "says"),
     [
-        ("duel", Score(-7.25, nfe=3), "-7.250 nats for the 2 tokens of {}, greedy:k=1, 3 steps, a likelihood, "),
+        ("duel", Score(-7.25, nfe=3), "-7.250 nats for the 2 tokens of {}, greedy:k=1, 3 steps, exact, "),
         (
             "elbo",
             Score(-7.25, stderr=0.5, kind=Kind.UPPER_BOUND),
-            "≥ -7.250 ± 0.500 nats for the 2 tokens of {}, elbo, an upper bound",
+            "≥ -7.250 ± 0.500 nats for the 2 tokens of {}, elbo, bound, ",
         ),
         ("oracle", Score(-7.25), "-7.250 nats for the 2 tokens of {}, oracle, "),
     ],
@@ -259,7 +259,7 @@ def test_every_count_and_unit_of_the_table(monkeypatch):
 
     assert shown[0] == (
         "2 documents, 4 tokens in 3 windows of at most 3 positions. Up to 4 windows were timed for each estimator, "
-        "on cpu; the figures are of all:"
+        "on cpu; the figures are for all windows:"
     )
     head, *rows = (" ".join(line.split()) for line in shown[2:6])
     assert head == "estimator NFE calls rows token-rows time peak MiB what it gives"

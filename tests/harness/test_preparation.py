@@ -77,6 +77,7 @@ def settings(tasks, folder=None, **others):
         (["duel_text"], {"metadata": {"files": "missing.txt"}}, "missing.txt"),
         (["duel_text"], {}, "metadata"),
         (["sotu"], {"model_args": {"preset": "llada", "family": "dream"}}, "family dream"),
+        (["sotu"], {"model_args": {"preset": "llada-fast-dllm-dual"}}, "family masked-lm"),
         (["sotu"], {"model_args": {"pretrained": "demo-ar"}}, "estimator=ar"),
         (["sotu"], {"model_args": {"rule": "gredy"}}, "greedy"),
         (["sotu"], {"limit": 0.0}, "--limit"),
