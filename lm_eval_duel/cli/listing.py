@@ -198,7 +198,7 @@ refused     the checkpoints that are refused, why, and what works instead
 tasks       the tasks of this package; --include_path takes their folder
 metadata    the keys of --metadata that these tasks take
 folders     the paths of the installed tasks, results and bundled networks; with one NAME, its path alone
-With NAMES, only these; a word that is no name stands for all names that it is a part of.
+With NAMES, only these; a part of a name stands for all names that contain it.
 With --markdown, the table of the documentation.
 """
 
@@ -272,8 +272,10 @@ def _known_names(what: str, names: Sequence[str], table: Rows) -> list[str]:
 def _about_presets(names: Sequence[str]) -> str:
     """With names, how to try each preset on a bundled network; without, the samplers that are no presets."""
     if not names:
-        cannot = f"These samplers cannot be scored, so they are no presets: {', '.join(presets.REFUSED)}."
-        return f"{cannot} With NAME, their reasons, and how to try the rule of a preset on a bundled network."
+        cannot = f"These samplers cannot be scored, so they are not presets: {', '.join(presets.REFUSED)}."
+        return (
+            f"{cannot} With a NAME: the reason, or for a preset the command that tries its rule on a bundled network."
+        )
     lines = ["To try the same rule on a bundled network:"]
     for name in dict.fromkeys(names):
         model_args = presets.find(name).for_demo

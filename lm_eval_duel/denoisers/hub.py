@@ -283,7 +283,8 @@ def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Ite
             raise DuelError(f"Cannot {what} '{path}': {_with_hint(error, remedy)}") from error
         subject = f"The adapter {path}" if what.endswith("adapter") else path
         reason = _why_not_found(path, error)
-        raise DuelError(f"{subject} {reason} {remedy}".rstrip()) from error
+        advice = "" if os.path.isfile(path) else remedy  # the reason of a file says what to pass
+        raise DuelError(f"{subject} {reason} {advice}".rstrip()) from error
 
 
 def _why_not_found(path: str, error: Exception) -> str:

@@ -157,7 +157,7 @@ WITH_ERRORS = "95 % intervals are over documents, and include the Monte Carlo er
 ALONE = "± is the Monte Carlo or sampling error alone."
 PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
-    f"row is worse. {TIED.capitalize()}: the interval holds 0."
+    f"row is worse. {TIED.capitalize()}: the interval contains 0."
 )
 WALL_TIME = "wall time of single runs: other programs on the machine change it"
 SIGN = f"Differences are of {MINUS}log p, first {MINUS} second: below 0 the first is better."

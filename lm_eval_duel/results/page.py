@@ -128,7 +128,7 @@ def about(report: Report) -> str:
     if any(each.place and each.place.is_tied for task in report.tasks.values() for each in task.rows):
         sentences.append(
             f"Ranks are by value. A row is called {TIED} if it is not distinguishable from the row with the next lower "
-            "value: the 95 % interval of their paired difference over documents holds 0."
+            "value: the 95 % interval of their paired difference over documents contains 0."
         )
     if report.baselines:
         sentences.append(f"Gaps are to {_baseline_names(report)}.")

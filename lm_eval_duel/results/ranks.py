@@ -38,7 +38,7 @@ class Place:
 
 
 def is_tied(pair: Pair) -> bool:
-    """True if the interval of a paired difference holds 0, so that neither row is better."""
+    """True if the interval of a paired difference contains 0, so that neither row is better."""
     return pair.verdict in (UNCLEAR, EQUAL_VALUES)
 
 

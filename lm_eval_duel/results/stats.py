@@ -175,7 +175,7 @@ def _variance(draws: np.ndarray) -> float:
 
 
 UNITS = ("token", "word", "byte")
-UNCLEAR = "not distinguishable"  # the interval holds 0
+UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 90 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
