@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -169,13 +170,25 @@ class Flag(Argument):
 
 
 def is_writable_folder(name: str) -> bool:
-    """True for a folder, or one that can be made: below the nearest folder that exists."""
+    """True for a folder that can be written to, or one that can be made below the nearest folder that exists.
+
+    It is tried with an empty folder, which is removed again: permissions say nothing of a file system that is read
+    only, and of names that are too long.
+    """
     if not name:
         return False
-    folder = Path(name).absolute()
+    wanted = Path(name).absolute()
+    folder = wanted
     while not os.path.lexists(folder):
         folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        return False
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as trial:
+            Path(trial, wanted.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError):  # ValueError: a name with a null character
+        return False
+    return True
 
 
 def _is_writable_file(name: str) -> bool:
@@ -259,7 +272,9 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     ),
     "device": Flag(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one"),
     "batch_size": Flag(TEXT, "auto", "rows of max_length in a network call"),
-    "tasks": Flag(NAMES, MISSING, "names of tasks, their YAML files, or files of text, separated by commas"),
+    "tasks": Flag(
+        NAMES, MISSING, "names of tasks, their YAML files, or files of text, separated by commas or spaces", many=True
+    ),
     "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
     "include_path": Flag(EXISTING, None, "a folder of your own task files", shows="DIR"),
     "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
@@ -406,6 +421,8 @@ def _help(flag: Flag) -> str:
 def _read(name: str, flag: Flag, written: Any) -> Any:
     """The value of a flag as its type, or its default. `written`: what argparse found."""
     shown = name if name.isupper() else f"--{name}"
+    if flag.kind is NAMES:  # spaces may stand for the commas, as in lm_eval
+        return flag.default if written is None else flag.read(shown, ",".join(written))
     if flag.many:
         return _read_several(shown, flag, written or [])
     if flag.continues:

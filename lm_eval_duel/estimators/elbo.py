@@ -72,8 +72,8 @@ class MonteCarloBound(Estimator):
         self.replicates = replicates(samples)
         if samples < REPLICATES:
             log.warning(
-                "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
-                "error over windows (window_stderr) is known",
+                "mc_samples=%d is less than %d, too few draws for a Monte Carlo standard error, so "
+                "the values have none",
                 samples,
                 REPLICATES,
             )

@@ -296,9 +296,12 @@ class Duel(OnIds):
         documents = text_windows(encoder, texts, around)
         empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
         if len(empty) == 1:
-            log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
+            log.warning("Text %s has no tokens, so it has no perplexity; its bytes count in bits per byte.", empty[0])
         elif empty:
-            log.warning("Texts %s have no tokens, so their perplexities are nan.", ", ".join(empty))
+            log.warning(
+                "Texts %s have no tokens, so they have no perplexity; their bytes count in bits per byte.",
+                ", ".join(empty),
+            )
 
         fingerprint = self.fingerprint
         unknown_tokens = 0

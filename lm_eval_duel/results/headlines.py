@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lm_eval_duel.results import columns, compare, gaps
 from lm_eval_duel.results.compare import ComparedRow
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import WORDS, escape, form_of, number, plus_minus
+from lm_eval_duel.results.table import LEVEL, WORDS, escape, form_of, number, plus_minus
 from lm_eval_duel.rules import without_defaults
 
 
@@ -110,10 +110,10 @@ def _gap(chosen: ComparedRow, form: str) -> str:
         return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
 
     percent = f"{number(closed.percent, '.1f')} %"
-    error = columns.closed_interval(chosen) or plus_minus(closed.stderr, ".1f").strip()
+    interval = columns.closed_interval(chosen)
+    error = f"{LEVEL}: {interval}" if interval else plus_minus(closed.stderr, ".1f").strip()
     if closed.percent < 0:
-        with_error = f"{percent} {error}".rstrip()
-        share = ", ".join(filter(None, [with_error, closed.verdict]))
+        share = ", ".join(filter(None, [percent, error, closed.verdict]))
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {share})."
     about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
     brackets = f" ({error})" if error else ""

@@ -468,3 +468,11 @@ def test_the_documents_of_the_limit_are_audited_and_the_others_are_company():
     assert audited == [0, 1]
     assert company == ["a b 2", "a b 3", "a b ", "a b "]
     assert len(findings.problems) == 1
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect"])
+@pytest.mark.parametrize("words", [["sotu,ptb"], ["sotu", "ptb"], ["sotu,", "ptb"]])
+def test_tasks_are_separated_by_commas_or_spaces(command, words):
+    """As in lm_eval."""
+    parse, _ = NEEDED[command]
+    assert parse(["demo-mdm", "--tasks", *words, "--limit", "1"]).tasks == ["sotu", "ptb"]

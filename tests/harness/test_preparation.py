@@ -86,6 +86,7 @@ def settings(tasks, folder=None, **others):
         (["sotu"], {"use_cache": os.path.dirname(__file__)}, "--use_cache"),  # a folder that exists
         (["sotu"], {"use_cache": f"{__file__}/answers"}, "--use_cache"),  # no folder, and none can be made
         (["sotu"], {"output_path": f"{__file__}/results"}, "--output_path"),
+        (["sotu"], {"output_path": f"results/{'x' * 300}"}, "--output_path"),  # no file system has such a name
         (["sotu_choice"], {"model_args": {"bos": "first"}}, "sotu_choice.*bos"),
     ],
 )
