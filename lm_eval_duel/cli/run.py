@@ -190,8 +190,8 @@ def _take_texts(args: argparse.Namespace) -> None:
     texts = []
     others = []
     for name in named.split(args.tasks or ""):
+        named.check(name)
         if named.is_text(name):
-            named.check(name)
             texts.append(name)
         else:
             others.append(name)

@@ -107,7 +107,7 @@ def stopped(use_cache: str | None) -> str:
     """The message of a run that Ctrl-C has ended before or after its scoring. `use_cache`: the path of --use_cache."""
     if not use_cache:
         return "stopped."
-    return f"stopped. Finished answers are in {use_cache}_rank*.db: run the same command to resume."
+    return f"stopped. Finished answers, if any, are in {use_cache}_rank*.db: run the same command to resume."
 
 
 def stop(code: int, message: str) -> NoReturn:

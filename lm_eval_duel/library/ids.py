@@ -13,7 +13,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, WHOLE_ROW_BOS
-from lm_eval_duel.errors import DuelError, counted, documentation, naming, unknown
+from lm_eval_duel.errors import DuelError, UsageError, counted, documentation, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
@@ -322,7 +322,7 @@ class OnIds:
                 )
         bos = self._encoder.bos
         if has_contexts and bos in WHOLE_ROW_BOS:
-            raise DuelError(
+            raise UsageError(
                 f"bos={bos} scores whole texts from the row's first position on, so Duel.{method} has no room for a "
                 "context or suffix. Make the Duel with bos='given' or 'none', or score texts without them."
             )

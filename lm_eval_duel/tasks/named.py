@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
 import importlib.util
 import logging
 import os
@@ -167,7 +168,7 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
 
 def check(name: str) -> None:
     """Raise DuelError for a file or a pattern that does not exist, before anything is loaded."""
-    if is_yaml(name) and not Path(name).is_file():
+    if is_yaml(name) and not Path(name).is_file() and not glob.glob(name):
         raise DuelError(f"--tasks {name}: there is no such file.")
     if is_text(name):
         files.find([name])

@@ -89,6 +89,19 @@ def test_too_many_positions_are_not_begun():
     assert code == exits.WRONG, message
 
 
+def test_a_prompt_where_whole_rows_are_scored_is_not_begun():
+    code, message = code_of(["generate", "demo-mdm", "--model_args", "bos=first", "--device", "cpu"])
+    assert code == exits.WRONG, message
+
+
+def test_a_task_file_that_is_not_there_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("missing.yaml", "missing*.yaml"):
+        code, message = code_of(["run", "demo-mdm", "--tasks", name, "--device", "cpu"])
+        assert code == exits.WRONG
+        assert f"--tasks {name}" in message
+
+
 def test_results_that_cannot_be_compared_are_not_begun(tmp_path):
     results = sorted((FOLDER / "results").rglob("results_*.json"))
     words = ["report", *map(str, results), "--out", str(tmp_path / "report"), "--metric", "no_metric"]
