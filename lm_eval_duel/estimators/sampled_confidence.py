@@ -36,7 +36,8 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions, top_of
+from lm_eval_duel.core.logits import top_of
+from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import ArgmaxTokens, SampledTokens, Step, TokenSource
 from lm_eval_duel.core.scores import Counts, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window

@@ -64,10 +64,10 @@ class Checked(Around):
     """A user's rule with checks of what it returns. It may return the pick alone, without a `Decision`.
 
     The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
-    predictions, at another step if the rule is `state_only`, and on one lane alone. Picks and memory must agree, except
-    in near ties. The near ties of a rule without a decision_margin are not known, so if it decides differently for a
-    lane alone, this is counted and logged. The checks detect a rule that is no function of a lane's predictions, but
-    they prove nothing; `verify` asks again.
+    predictions, at another step if the rule is `state_only`, with other predictions in all lanes but one, and on this
+    lane alone. Picks and memory must agree, except in near ties. The near ties of a rule without a decision_margin are
+    not known, so if it decides differently for a lane alone, this is counted and logged. The checks detect a rule that
+    is no function of a lane's predictions, but they prove nothing; `verify` asks again.
 
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
@@ -130,8 +130,11 @@ class Checked(Around):
                 self._differs("at another step, which it does not read according to its state_only = True")
                 return decision
 
-        # one lane alone, without the columns that only wider lanes have
         lane = self._lane_to_ask(lanes)
+        if predictions is not None and len(lanes) > 1:
+            self._require_own_lane(decision, predictions, lanes, lane)
+
+        # the lane alone, without the columns that only wider lanes have
         only = slice(lane, lane + 1)
         width = int(lanes.width[lane])
         single = None if predictions is None else predictions.in_lane(lane, width)
@@ -146,13 +149,37 @@ class Checked(Around):
             self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
         return decision
 
+    def _require_own_lane(self, decision: Decision, predictions: Any, lanes: Any, lane: int) -> None:
+        """Raise InconsistentOutput if the decision in a lane changes with the predictions in other lanes.
+
+        Alone, a lane has other shapes, and a sum over them other float noise. Here nothing of the lane changes, not one
+        bit, so a different decision is no near tie in any dtype.
+        """
+        import torch
+
+        try:
+            with_others = self._decided(predictions.with_lane_elsewhere(lane), lanes)
+        except DuelError:  # in a lane whose memory and predictions do not fit each other, which proves nothing
+            return
+        only = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
+        only[lane] = True
+        if _agree(decision, with_others, only):
+            return
+        self.counts.decisions_differing += 1
+        raise InconsistentOutput(
+            f"{self._with_place} reads other lanes: it decided otherwise for a lane when only the predictions in other "
+            "lanes changed. A rule is a function of a lane's own predictions, masked positions, step and memory; "
+            "under any other, every value is suspect. Compute means, sums and ranks in each lane, along dim=1.",
+            lane=lane,
+        )
+
     def _differs(self, when: str, lane: int = 0, near_ties_known: bool = True) -> None:
         """Count a different decision; raise InconsistentOutput unless float noise can explain it."""
         self.counts.decisions_differing += 1
         if not near_ties_known:
             log.warning(
-                "Rule %s decided otherwise %s. Without a decision_margin this may be a near tie. Such decisions are "
-                "counted (decisions_differing in the results); with many of them, the rule depends on other lanes",
+                "Rule %s decided otherwise %s. It gave no decision_margin, so this may be a near tie, or the rule may "
+                "read other lanes. Such decisions are counted (decisions_differing in the results)",
                 self,
                 when,
             )

@@ -12,7 +12,7 @@ from toys import BlockCausal, Small, Toy
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.batch_size import largest
 from lm_eval_duel.core.denoiser import BlockCausalView, distinct
-from lm_eval_duel.core.predictions import top_of, two_largest
+from lm_eval_duel.core.logits import top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator

@@ -10,9 +10,11 @@ import pytest
 import torch
 from attends import Attends
 from laws import total
+from random_lanes import random_case
 from toys import Toy
 
 from lm_eval_duel import Duel, Window, rules
+from lm_eval_duel.core import predictions as predictions_of_core
 from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.estimators.arguments import LatticeArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -234,6 +236,62 @@ def test_without_a_margin_a_lane_alone_may_be_a_near_tie(how, caplog):
 
     with pytest.raises(InconsistentOutput):
         DuelEstimator(Toy(length=8), Chance(margin=False), 6).log_prob(windows)
+
+
+@dataclasses.dataclass(frozen=True)
+class AboveTheMean(rules.Rule):
+    """Negative control: the first masked position, and each with a margin above the mean `of` all lanes, or its own."""
+
+    of: str = "lanes"
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
+        margins = predictions.margin
+        mean = margins.nanmean() if self.of == "lanes" else margins.nanmean(1, keepdim=True)
+        return rules.Decision(first | (lanes.masked & (margins >= mean)))
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_rule_that_reads_other_lanes_is_found_without_a_margin(coarse):
+    """Only the predictions of other lanes change, so float noise explains nothing, whatever the dtype."""
+
+    class Network(Toy):
+        pass
+
+    Network.coarse = coarse
+    toy = Network(length=14)
+    windows = [Window((n,), (0, 1, 2, 0, 1, 2) * 2) for n in range(3)]
+
+    with pytest.raises(InconsistentOutput, match="reads other lanes"):
+        DuelEstimator(toy, AboveTheMean(), 12).log_prob(windows)
+
+    of_each = DuelEstimator(toy, AboveTheMean("lane"), 12)
+    of_each.log_prob(windows)
+    assert of_each.counts.decisions_differing == 0
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 64])
+def test_other_predictions_in_other_lanes_change_no_bit_of_a_lane(rows_at_once, monkeypatch):
+    monkeypatch.setattr(predictions_of_core, "CPU_VALUES", 1)
+    monkeypatch.setattr(predictions_of_core, "CPU_ROWS", rows_at_once)
+    logits, masked = random_case(0, 5)
+    weights = torch.randn(logits.shape[2], 50)
+    inputs = (torch.zeros(5, dtype=torch.bool), logits[masked].float(), torch.arange(int(masked.sum())))
+    predictions = predictions_of_core.Predictions(
+        masked, *inputs, lambda features: features @ weights, torch.arange(50) == 7
+    )
+
+    for lane in range(5):
+        others = predictions.with_lane_elsewhere(lane)
+        in_lane = masked.nonzero()[:, 0] == lane  # (C,)
+        for name in ("confidence", "margin", "log_margin", "entropy", "log_sum", "argmax"):
+            plane = getattr(others, name)
+            values = getattr(predictions, name)[lane][masked[lane]]
+            assert torch.equal(plane[lane][masked[lane]], values)
+            assert torch.isin(plane[masked], values).all()
+        assert torch.equal(others.dense()[in_lane], predictions.dense()[in_lane])
+        assert torch.equal(others.features[in_lane], predictions.features[in_lane])
 
 
 @dataclasses.dataclass(frozen=True)
