@@ -93,6 +93,7 @@ def prepare_tasks() -> None:
     what could not be read. With our models it is an error of this package, which has no traceback.
     """
     from lm_eval.config.evaluate_config import EvaluatorConfig
+    from yaml import YAMLError
 
     original = EvaluatorConfig.process_tasks
 
@@ -111,14 +112,17 @@ def prepare_tasks() -> None:
 
             sentences = advice(names.split(", "), _folders(self.include_path))
             if is_ours:
-                from lm_eval_duel.errors import UsageError
-                from lm_eval_duel.harness.patches import in_lm_evals_command
-
-                in_lm_evals_command()
-                raise UsageError(f"{error}.{sentences}") from None
+                raise _refusal(f"{error}.{sentences}") from None
             if not sentences:
                 raise
             raise ValueError(f"{error}.{sentences}") from error
+        except (OSError, YAMLError) as error:  # of a task file that --tasks names, or of one that it includes
+            if not is_ours:
+                raise
+            from lm_eval_duel.errors import about_file
+
+            reason = about_file(error) if isinstance(error, OSError) else f"{' '.join(str(error).split())}."
+            raise _refusal(f"A task file cannot be read: {reason}") from None
         if is_ours:
             from lm_eval_duel.harness.preparation import prepare
 
@@ -126,6 +130,15 @@ def prepare_tasks() -> None:
         return manager
 
     EvaluatorConfig.process_tasks = process_tasks
+
+
+def _refusal(message: str) -> Exception:
+    """An error of this package, which ends lm_eval's command with one line."""
+    from lm_eval_duel.errors import UsageError
+    from lm_eval_duel.harness.patches import in_lm_evals_command
+
+    in_lm_evals_command()
+    return UsageError(message)
 
 
 def _require_mentioned(tasks: str | Sequence[str], folders: Sequence[str | Path]) -> None:

@@ -63,7 +63,7 @@ def unigram_warning(task: str, value: float, counts: Mapping[int, int], vocabula
     tokens = max(vocabulary, len(counts))
     if limit > tokens:
         limit = tokens
-        without_context = f"a network for which all {tokens:,} tokens are alike has {tokens:,}"
+        without_context = f"a network for which all {tokens:,} tokens are equally probable has {tokens:,}"
     if not limit < value < math.inf:  # an infinite one has a reason of its own; of no tokens, both are NaN
         return ""
     shown = f"at most {value:.2f}" if at_most else f"{value:.2f}"

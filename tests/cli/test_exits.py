@@ -94,12 +94,17 @@ def test_a_prompt_where_whole_rows_are_scored_is_not_begun():
     assert code == exits.WRONG, message
 
 
-def test_a_task_file_that_is_not_there_is_not_begun(tmp_path, monkeypatch):
+def test_a_task_file_that_cannot_be_read_is_not_begun(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("missing.yaml", "missing*.yaml"):
         code, message = code_of(["run", "demo-mdm", "--tasks", name, "--device", "cpu"])
         assert code == exits.WRONG
         assert f"--tasks {name}" in message
+    for content, named_file in (("task: mine\ninclude: missing.yaml\n", "missing.yaml"), ("task: [\n", "mine.yaml")):
+        (tmp_path / "mine.yaml").write_text(content)
+        code, message = code_of(["run", "demo-mdm", "--tasks", "mine.yaml", "--device", "cpu"])
+        assert code == exits.WRONG
+        assert named_file in message
 
 
 def test_results_that_cannot_be_compared_are_not_begun(tmp_path):
