@@ -26,7 +26,7 @@ GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/
 GENERATED += [("docs/checkpoints.md", "refused"), ("task_configs/benchmarks/README.md", "metadata")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
-OTHER_PROGRAMS = ("pip", "pytest", "accelerate")
+OTHER_PROGRAMS = ("pip", "pytest", "accelerate", "torchrun")
 HUB = r"(GSAI-ML|airkingbd|facebook|s-sahoo)/|examples/paper"  # what needs the hub
 SMALLER = {  # more arguments, for a short run
     "lm-eval-duel run": ["--limit", "1", "--device", "cpu"],

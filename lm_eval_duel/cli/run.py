@@ -47,6 +47,7 @@ lm-eval's `run`, with --model {MODEL} as the default and this package's tasks av
 Name the model first, or in --model_args: NAME,... or pretrained=NAME,...
 Prints lm-eval's table of results: token, word and byte perplexity of each task, accuracies, standard errors.
 --output_path DIR saves the results with the fingerprint of the scored distribution and the cost of the run.
+On several GPUs: accelerate launch --num_processes 8 -m lm_eval_duel run ...; on CPUs torchrun --nproc-per-node 2 ...
 
 example:
   lm-eval-duel run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4

@@ -4,6 +4,7 @@ lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-p
 interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for modules of lm-eval:
 
     lm_eval.api.registry             the error for an unknown model suggests ours if the name is close
+    lm_eval._cli.utils               the error for a model name without `pretrained=` says what to write
     lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours, the
                                      nearest of the user's tasks, and those of their files that cannot be read; the
                                      tasks of our models are loaded before the model (preparation.py)
@@ -84,6 +85,30 @@ def explain_models() -> None:
             raise ValueError(f"{error}. Did you mean '{near[0]}'?") from error
 
     registry.get_model = get_model
+
+
+def explain_pairs() -> None:
+    """Let lm-eval's error for a model name where it expects key=value say what to write."""
+    from lm_eval._cli import utils
+
+    original = utils.key_val_to_dict
+
+    @functools.wraps(original)
+    def key_val_to_dict(args: str) -> dict[str, Any]:
+        try:
+            pairs: dict[str, Any] = original(args)
+        except ValueError as error:
+            from lm_eval_duel.demo import NAMES
+
+            first, _, _ = args.partition(",")
+            is_model = first in NAMES or ("/" in first and "=" not in first)
+            if not is_model:  # --gen_kwargs and --metadata are read here, too
+                raise
+            remedy = f"Write pretrained={first}, or use lm-eval-duel run, which takes the name alone."
+            raise ValueError(f"{error}. {remedy}") from error
+        return pairs
+
+    utils.key_val_to_dict = key_val_to_dict
 
 
 def prepare_tasks() -> None:
@@ -204,6 +229,7 @@ def _kinds_and_errors(results: dict[str, Any]) -> str:
 
 AWAITED = {
     "lm_eval.api.registry": explain_models,
+    "lm_eval._cli.utils": explain_pairs,
     "lm_eval.config.evaluate_config": prepare_tasks,
     "lm_eval.utils": add_our_table,
     REGISTERED: register_without_loader,

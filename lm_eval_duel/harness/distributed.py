@@ -42,7 +42,7 @@ class Ranks(NamedTuple):
             if was_launched:
                 log.warning(
                     "accelerate launch has started one process, not --num_processes: on CPUs it starts no others. Use "
-                    "torchrun --nproc-per-node N -m lm_eval ..."
+                    "torchrun --nproc-per-node N -m lm_eval_duel run ..."
                 )
             return cls(device)
         from accelerate import Accelerator

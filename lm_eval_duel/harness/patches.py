@@ -35,6 +35,7 @@
     (in autoload.py, when the interpreter starts)
     get_model, EvaluatorConfig.process_tasks
                                 the error for an unknown model or task names ours if it is close to one of them
+    key_val_to_dict             the error for a model name where key=value is expected says to write pretrained=
     EvaluatorConfig.process_tasks
                                 loads the tasks of our models before the model (preparation.py): what is wrong with them
                                 is known before minutes have gone into weights

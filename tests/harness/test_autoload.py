@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 import lm_eval.tasks
 import lm_eval.utils
 import pytest
+from lm_eval._cli.utils import key_val_to_dict
 from lm_eval.api import registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -60,12 +61,25 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
         "import lm_eval_duel.harness.autoload as a; a.install(); a.install()\n"
         "import lm_eval.models\n"
         "from lm_eval.api.registry import model_registry\n"
-        "import lm_eval.utils, lm_eval.config.evaluate_config\n"
+        "import lm_eval.utils, lm_eval.config.evaluate_config, lm_eval._cli.utils\n"
         "left = any(type(finder).__module__ == a.__name__ for finder in sys.meta_path)\n"
         "print('duel-mdm' in model_registry, 'hf' in model_registry, left)\n",
         "-S",
     )
     assert out.split() == ["True", "True", "False"]
+
+
+@pytest.mark.parametrize("name", ["demo-mdm", "GSAI-ML/LLaDA-8B-Base"])
+def test_a_model_name_alone_is_answered_with_what_to_write(name):
+    with pytest.raises(ValueError, match=f"pretrained={name},"):
+        key_val_to_dict(f"{name},rule=greedy")
+
+
+@pytest.mark.parametrize("pairs", ["greedy", "rule=greedy,demo-mdm", "data_dir=a/b,lines"])
+def test_other_words_without_a_value_keep_lm_evals_error(pairs):
+    with pytest.raises(ValueError, match="key=value") as caught:
+        key_val_to_dict(pairs)
+    assert "pretrained=" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- releases that read entry points

@@ -135,9 +135,12 @@ def test_ranks_print_what_one_prints_and_three_go_on_from_two(tmp_path):
     whole = evaluate("few", f"{model},trace={tmp_path}/one.jsonl", folders=[str(tmp_path)])
     steps = {line["doc"]: line["reveal_steps"] for line in trace.read(tmp_path / "one.jsonl")}
     values = {int(line["doc_id"]): text_log_prob(line) for line in whole["samples"]["few"]}
-    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu", "--log_samples")
-    arguments += ("--use_cache", str(tmp_path / "c"))
-    for launcher, count, machines, limit, windows in ((TORCHRUN, 2, 2, 2, 2), (ACCELERATE, 3, 1, 5, 3)):
+    ours = ("lm_eval_duel", "run")
+    lm_evals = ("lm_eval", "--model", "duel-mdm")
+    shared = ("--tasks", file, "--device", "cpu", "--log_samples", "--use_cache", str(tmp_path / "c"))
+    launches = ((TORCHRUN, ours, 2, 2, 2, 2), (ACCELERATE, lm_evals, 3, 1, 5, 3))
+    for launcher, command, count, machines, limit, windows in launches:
+        arguments = (*command, *shared)
         out = tmp_path / str(count)
         options = ("--limit", str(limit), "--model_args", f"{model},trace={out}.jsonl", "--output_path", str(out))
         status, said = launch(launcher, count, *arguments, *options, machines=machines)
