@@ -260,13 +260,15 @@ def test_a_rule_that_reads_other_lanes_is_found_without_a_margin(coarse):
         pass
 
     Network.coarse = coarse
-    toy = Network(length=14)
-    windows = [Window((n,), (0, 1, 2, 0, 1, 2) * 2) for n in range(3)]
+    toy = Network(length=12)
+    windows = []
+    for context in itertools.product(range(3), repeat=3):
+        windows.append(Window(context, (0, 1, 2, 2, 1, 0, 0, 2, 1)))
 
     with pytest.raises(InconsistentOutput, match="reads other lanes"):
-        DuelEstimator(toy, AboveTheMean(), 12).log_prob(windows)
+        DuelEstimator(toy, AboveTheMean(), 12, batch_size=4).log_prob(windows)
 
-    of_each = DuelEstimator(toy, AboveTheMean("lane"), 12)
+    of_each = DuelEstimator(toy, AboveTheMean("lane"), 12, batch_size=4)
     of_each.log_prob(windows)
     assert of_each.counts.decisions_differing == 0
 
