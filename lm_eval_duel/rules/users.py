@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -11,7 +12,7 @@ import traceback
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from lm_eval_duel.errors import DuelError, documentation, unknown
+from lm_eval_duel.errors import DuelError, documentation, nearest, unknown
 from lm_eval_duel.rules.base import Rule
 
 CONTRACT = (
@@ -64,6 +65,26 @@ def require_contract(rule: type[Rule]) -> None:
             f"The rule {rule.__qualname__} ({place(rule)}) is not a dataclass, so {', '.join(fields)} would be no "
             "parameter of it: write @dataclasses.dataclass(frozen=True) above the class."
         )
+    _require_spelling(rule)
+
+
+def _require_spelling(rule: type[Rule]) -> None:
+    """Raise DuelError for a class attribute whose name is near that of a property of rules, such as `state_onyl`.
+
+    All these properties are False by default, so a misspelt one would do nothing.
+    """
+    properties = [name for name, value in vars(Rule).items() if isinstance(value, bool)]
+    parameters = [field.name for field in dataclasses.fields(rule)]
+    for name, value in vars(rule).items():
+        is_known = name in parameters or hasattr(Rule, name)
+        if is_known or not isinstance(value, bool):
+            continue
+        near = nearest(name, properties)
+        if near:
+            raise DuelError(
+                f"The rule {rule.__qualname__} ({place(rule)}) sets '{name}', which no rule has. Did you mean "
+                f"{near[0]}? Give an attribute of your own another name."
+            )
 
 
 def place(rule: type[Rule]) -> str:

@@ -109,3 +109,30 @@ def test_a_file_below_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     written(tmp_path, rule_with("__call__(self, predictions, lanes): return lanes.masked"), "at_home")
     assert str(rules.parse("~/users_rule_at_home.py:Mine")) == "users_rule_at_home:Mine"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "property"),
+    [
+        ("state_onyl = True", "state_only"),
+        ("may_pick_non = True", "may_pick_none"),
+        ("read_step = False", "reads_step"),
+        ("state_only = True", ""),
+        ("greedy = True", ""),  # of the rule itself
+        ("names = ('a', 'b')", ""),  # no truth value, as the properties are
+        ("state_onyl: bool = True", ""),  # a parameter, which the text of the rule shows
+    ],
+)
+def test_a_misspelt_property_of_a_rule_is_named(attribute, property, tmp_path):
+    code = rule_with("__call__(self, predictions, lanes): return lanes.masked").replace(
+        "(Rule):\n", f"(Rule):\n    {attribute}\n"
+    )
+    words = "_".join(filter(str.isidentifier, attribute.replace(":", "").split()))
+    file = written(tmp_path, code, f"with_{words}")
+    if not property:
+        assert rules.parse(f"{file}:Mine") is not None
+        return
+    with pytest.raises(DuelError) as error:
+        rules.parse(f"{file}:Mine")
+    assert f"Did you mean {property}?" in str(error.value)
+    assert f"{file}, line {LINE + 1}" in str(error.value)
