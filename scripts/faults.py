@@ -19,6 +19,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import re
 import shutil
 import sys
 import tempfile
@@ -45,8 +46,10 @@ class Fault(NamedTuple):
 
 
 def table(files: Iterable[Path] = TABLES) -> Iterator[Fault]:
-    """The planted faults."""
-    for entry in "\n\n".join(file.read_text(encoding="utf-8") for file in files).split("\n\n"):
+    """The planted faults. An entry ends with an empty line, or after its tests: a merge may join two of them."""
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    text = re.sub(r"^(\?.*\n)(?=[^?\n])", r"\1\n", text, flags=re.MULTILINE)
+    for entry in text.split("\n\n"):
         parts: dict[str, list[str]] = {mark: [] for mark in "#-+?@"}
         names = []
         for line in entry.strip().splitlines():
