@@ -22,7 +22,7 @@ from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import counted
 from lm_eval_duel.results import columns, files, gaps, published
 from lm_eval_duel.results.compare import Comparison
-from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of
+from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder, is_limited
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, ORACLE, RankedMethod, Standing, Standings
@@ -70,6 +70,7 @@ def html(report: Report, title: str | None) -> str:
         trim_blocks=True,
         finalize=lambda value: one_line(value) if type(value) is str else value,  # Markup, a subclass, is ours
     )
+    environment.filters["minus"] = with_minus_signs
     return environment.get_template("page.html").render(
         title=title or ("Perplexity leaderboard" if report.tasks else "Accuracies"),
         about=about(report),
@@ -234,10 +235,11 @@ def _differences(report: Report) -> list[tuple[str, str, Table]]:
 
 
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
-    """The commands, the spec and the files that a row opens to."""
+    """The commands, the spec, the files and the versions that a row opens to."""
     spec = ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items())
     names = ", ".join(os.path.relpath(run.name, folder) for run in method.runs)
-    return {"commands": files.commands(method), "spec": spec, "files": names}
+    versions = ", ".join(f"{name} {version}" for name, version in method.versions.items())
+    return {"commands": files.commands(method), "spec": spec, "files": names, "versions": versions}
 
 
 # ---------------------------------------------------------------- the plot

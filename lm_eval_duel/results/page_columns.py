@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from lm_eval_duel.results.table import MINUS, Cell, Note, number, split
 if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
 
-PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
+PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "date")  # columns of no numbers
 WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 
 
@@ -61,7 +62,7 @@ def columns_of(report: Report) -> list[Column]:
     """The columns of the page, empty ones included: of names, means, each task, cost and source."""
     standings = report.standings
     names = columns.names_of_rows([row.method.named for row in standings.rows])
-    shown = [Column("#", columns.rank, below=lambda row: _tie(standings, row))]
+    shown = [Column("#", columns.rank, below=lambda row: _below_rank(standings, row))]
     names["cache"] = lambda row: row.cache if row.run.has_cache else ""  # which some networks have no argument for
     for head, cell in names.items():
         shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))  # bound now: `cell` changes
@@ -81,7 +82,6 @@ def columns_of(report: Report) -> list[Column]:
         Column("device", lambda row: row.method.device, "source"),
         Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
         Column("fingerprint", lambda row: row.method.fingerprint, "source"),
-        Column("versions", _versions, "source"),
         Column("date", lambda row: row.method.date[:10], "source"),
     ]
 
@@ -122,10 +122,20 @@ def _place_column(head: str, group: str, name: str, task: Comparison, pair: Call
     return Column(head, columns.on_task(name, cell), group, columns.on_task(name, below), about)
 
 
-def _tie(standings: Standings, row: Standing) -> str:
-    """That a row is tied with the next lower one; empty for ranks by a mean, which no interval is known of."""
+def _below_rank(standings: Standings, row: Standing) -> str:
+    """That a row is tied with the next lower one, or why it is not known to differ from it.
+
+    Empty for ranks by a mean, which no interval is known of.
+    """
     each = row.method.rows.get(standings.by)
-    return TIED if row.rank and each and each.place and each.place.is_tied else ""
+    if not row.rank or each is None or each.place is None:
+        return ""
+    next_lower = each.place.next_lower
+    if next_lower is None or next_lower.better:
+        return ""
+    if each.place.is_tied:
+        return TIED
+    return "no verdict" if next_lower.interval else "no interval"
 
 
 def _seconds(row: Standing) -> str:
@@ -184,10 +194,6 @@ def _average_column(name: str, metric: str) -> Column:
     return Column(f"{name} {metric}", cell, "average")
 
 
-def _versions(row: Standing) -> str:
-    return ", ".join(f"{name} {version}" for name, version in row.method.versions.items())
-
-
 def is_filled(column: Column, rows: Iterable[Standing]) -> bool:
     """True if a cell of the column has a text or a remark."""
     for row in rows:
@@ -229,6 +235,14 @@ def remarks_of(rows: Sequence[Standing], shown: Sequence[Column], hidden: Collec
 def marked(text: str, remark: str, remarks: Mapping[str, Remark]) -> str:
     """A text with the mark of its remark; without one, the text."""
     return f"{text}\u00a0{remarks[remark].mark}".strip() if remark else text
+
+
+HYPHEN = re.compile(r"(?<![\w.])-(?=\d)")  # before a number; not the one inside a name or a date
+
+
+def with_minus_signs(text: str) -> str:
+    """A text whose negative numbers have the minus sign of type."""
+    return HYPHEN.sub(MINUS, text)
 
 
 def texts_of(

@@ -123,8 +123,9 @@ def test_everything_works_from_the_keyboard(opened):
     assert opened.run('document.querySelector("#board tr.row .open").ariaExpanded') == "true"
     press("#left .tokens", "ArrowRight", 39)
     assert "Token 1" in opened.run('document.querySelector("#left .token").textContent')
-    press("#step", "ArrowLeft", 37)
-    assert opened.run('document.getElementById("step").value') == "3"
+    before = int(opened.run('document.getElementById("step").value'))
+    press("#step", "ArrowRight", 39)
+    assert opened.run('document.getElementById("step").value') == str(before + 1)
     fields = '[...document.querySelectorAll("button, input, select")].filter((field) => field.checkVisibility())'
     unnamed = "(field) => !(field.labels?.length || field.ariaLabel || field.textContent.trim())"
     assert opened.run(f"{fields}.filter({unnamed}).length") == 0, "every control has a name"
@@ -172,6 +173,31 @@ def test_the_table_of_the_bundled_results_fits_a_laptop(chromium, tmp_path):
     numbers = [float(re.search(r"\d+\.\d+", text)[0]) for text in chromium.run(bits)]
     assert any("≤" in text for text in chromium.run(bits))
     assert numbers == sorted(numbers)
+    chromium.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_the_bundled_page_opens_on_two_rules_of_one_model_part_way(chromium, tmp_path):
+    """And with more columns than fit, each row has its method below its name."""
+    results = demo.FOLDER / "results"
+    words = ["--traces", str(results / "traces"), "--page", "--figures", "none", "--out", str(tmp_path)]
+    report.main([str(results), *words])
+    chromium.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    chromium.open(tmp_path / "index.html")
+
+    sides = '["left-order", "right-order"].map((id) => document.getElementById(id).selectedOptions[0].text)'
+    left, right = chromium.run(sides)
+    assert left != right
+    assert left.split(", ")[0] == right.split(", ")[0]
+    for side in ("left", "right"):
+        spans = f'document.querySelectorAll("#{side} .tokens span").length'
+        masked = f'document.querySelectorAll("#{side} .tokens .masked").length'
+        assert 0 < chromium.run(masked) < chromium.run(spans)
+
+    visible = '[...document.querySelectorAll("#board tr.row .k-model small")].map((name) => name.checkVisibility())'
+    assert not any(chromium.run(visible))
+    chromium.run('document.querySelector("[data-group=source]").click()')
+    chromium.run('document.querySelector("[data-group=lowest]").click()')
+    assert all(chromium.run(visible))
     chromium.call("Emulation.clearDeviceMetricsOverride")
 
 

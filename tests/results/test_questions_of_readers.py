@@ -11,6 +11,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import columns, page
 from lm_eval_duel.results import report as reports
+from lm_eval_duel.results.page_columns import columns_of, with_minus_signs
 
 
 def docs(*tasks, shift=0.0):
@@ -52,7 +53,7 @@ def test_the_page_has_the_differences_of_the_report(tmp_path, count):
     for task in content.tasks.values():
         table = columns.differences(task)
         assert len(table.rows) == count_of_pairs
-        expected.append(table.rows)
+        expected.append([[with_minus_signs(text) for text in row] for row in table.rows])
     assert list(differences_of(shown).values()) == expected
     for heading, name in zip(differences_of(shown), tasks, strict=True):
         assert heading.startswith(f"{name}: ")
@@ -110,3 +111,20 @@ def test_only_gaps_have_a_table_of_gaps(tmp_path, has_baseline):
     assert (out / "gap_sotu.tex").exists() == has_baseline
     assert (out / "methods_sotu.tex").exists()
     assert "### Gap to" in (out / "report.md").read_text()
+
+
+def test_a_rank_that_no_interval_decides_is_marked(tmp_path):
+    """Three documents give no verdict, one gives no interval: such a rank does not read like a decided one."""
+    hf(tmp_path, docs=docs("sotu", shift=-9))
+    ours(tmp_path, docs=docs("sotu"))
+    assert marks_below_ranks(board(tmp_path)) == ["", "no verdict"]
+
+    alone = tmp_path / "alone"
+    hf(alone, docs={"sotu": documents((-90,), (20,))})
+    ours(alone, docs={"sotu": documents((-130,), (20,))})
+    assert marks_below_ranks(board(alone)) == ["", "no interval"]
+
+
+def marks_below_ranks(content):
+    rank = columns_of(content)[0]
+    return [rank.below(row) for row in content.standings.rows]

@@ -88,16 +88,28 @@ if (document.getElementById("documents")) {
     if (end) slider.value = slider.max;
     draw();
   }
-  // The first two orders that differ, of networks that have a choice.
+  // Two orders to open on: two that differ, of the network with the most orders, first those in its largest blocks.
+  function pair(orders) {
+    const network = (n) => orders[n].label.split(", ")[0];
+    const count = (n) => free.filter((other) => network(other) === network(n)).length;
+    const differ = (n, other) => String(orders[n].steps) !== String(orders[other].steps);
+    const all = [...orders.keys()];
+    const free = all.filter((n) => orders[n].starts.length < orders[n].steps.length); // a causal network has no choice
+    free.sort((a, b) => count(b) - count(a) || orders[a].starts.length - orders[b].starts.length);
+    const left = free[0] ?? 0;
+    const right = free.find((n) => network(n) === network(left) && differ(n, left))
+      ?? all.find((n) => differ(n, left)) ?? all.find((n) => n !== left) ?? left;
+    return [left, right];
+  }
+  // A document opens at a third of its steps, where some tokens are revealed and others are masked.
   function choose() {
     stop();
-    const text = data[chooser.value], { orders } = text;
-    const left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
-    const other = orders.findIndex((order, n) => n > left && String(order.steps) !== String(orders[left].steps));
-    sides[0].load(text, left);
-    sides[1].load(text, other >= 0 ? other : Number(left === 0 && orders.length > 1));
-    sides[1].root.hidden = orders.length === 1;
-    refresh(true);
+    const text = data[chooser.value];
+    pair(text.orders).forEach((order, n) => sides[n].load(text, order));
+    sides[1].root.hidden = text.orders.length === 1;
+    refresh(false);
+    slider.value = Math.round(slider.max / 3);
+    draw();
   }
 
   let timer;

@@ -5,7 +5,7 @@
   function key(cell) {
     const text = cell.dataset.text ?? cell.firstChild?.textContent.trim() ?? "";
     if (text === "") return null;
-    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤\s|\s±.*$|\s\[\d+\]$|,/g, ""));
+    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤\s|\s±.*$|\s\[\d+\]$|,/g, "").replace("−", "-"));
     return Number.isNaN(number) ? text : number;
   }
   function compare(a, b) {
@@ -31,6 +31,12 @@
   }
 
   const board = document.getElementById("board");
+  // In a table that scrolls only the first column stays: it then has the method, too.
+  function nameRows() {
+    board.classList.remove("scrolls");
+    board.classList.toggle("scrolls", board.scrollWidth > board.parentElement.clientWidth);
+  }
+  addEventListener("resize", nameRows);
   const boxes = [...document.querySelectorAll("[data-group]")];
   // A remark is shown with the columns that refer to it.
   function showRemarks() {
@@ -43,6 +49,7 @@
     const show = () => {
       for (const cell of board.querySelectorAll(`.g-${box.dataset.group}`)) cell.hidden = !box.checked;
       showRemarks();
+      nameRows();
     };
     box.addEventListener("change", show);
     show();
@@ -70,4 +77,5 @@
   }
   field.addEventListener("input", filter);
   filter();
+  nameRows();
 }
