@@ -10,6 +10,8 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from lm_eval_duel.core.windows import Window
+
 IMPOSSIBLE = (  # the reason for an infinite value
     "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
     "-infinity"
@@ -256,8 +258,39 @@ class BlockSums(abc.ABC):
         """A summary for the log."""
 
 
+class Plain:
+    """The plain values of a dataclass."""
+
+    internal: ClassVar[tuple[str, ...]] = ()  # fields that are left out, since others have their content
+    computed: ClassVar[tuple[str, ...]] = ()  # properties that are values, too
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
+        fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        values = {}
+        for name in (*fields, *self.computed):
+            if name not in self.internal:
+                values[name] = _plain(getattr(self, name))
+        return values
+
+
+def _plain(value: Any) -> Any:
+    """A value without classes of this package."""
+    if isinstance(value, Plain):
+        return value.to_dict()
+    if isinstance(value, Kind):
+        return value.value
+    if isinstance(value, Window | BlockSums):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
-class Score:
+class Score(Plain):
     """The score of one window.
 
     `reveal_steps` and `token_logprobs` have an entry for each target token: the step that revealed it, counted from 0

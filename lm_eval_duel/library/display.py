@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.scores import Plain
 from lm_eval_duel.errors import DuelError, counted
 
 SURE_TO_SURPRISED = ("#ffffff", "#ffffd7", "#ffff87", "#ffd787", "#ffaf5f", "#ff8700", "#ff5f00", "#ff0000")
@@ -14,22 +13,6 @@ MOST_NATS = 8.0  # -log p of a token in the last colour, or more
 START = 40  # characters of a text in its line
 TOKENS_SHOWN = 2000  # of a text in a notebook, which keeps the page below a megabyte
 OUTLINE = "border-radius:2px;box-shadow:inset 0 0 0 1px rgba(128,128,128,.4)"  # seen on light and dark pages
-
-
-class Plain:
-    """The plain values of a dataclass."""
-
-    internal: ClassVar[tuple[str, ...]] = ()  # fields that are left out, since others have their content
-    computed: ClassVar[tuple[str, ...]] = ()  # properties that are values, too
-
-    def to_dict(self) -> dict[str, Any]:
-        """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
-        fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        values = {}
-        for name in (*fields, *self.computed):
-            if name not in self.internal:
-                values[name] = _plain(getattr(self, name))
-        return values
 
 
 class Display(Plain):
@@ -120,12 +103,3 @@ def shown_value(name: str, value: float, error: float | None = None, bound: bool
     if error is not None:
         text += f" ± {error:.4f}"
     return text
-
-
-def _plain(value: Any) -> Any:
-    """A value without classes of this package."""
-    if isinstance(value, Window):
-        return {name: _plain(part) for name, part in vars(value).items()}
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    return value

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import Kind, Sample, Score
+from lm_eval_duel.core.scores import Kind, Plain, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
-from lm_eval_duel.library.display import Display, Plain, shown_text, shown_value
+from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:

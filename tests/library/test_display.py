@@ -9,6 +9,8 @@ import re
 import pytest
 
 from lm_eval_duel import DuelError, Window
+from lm_eval_duel.core.scores import Kind, Score
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.library import display
 from lm_eval_duel.library.display import MOST_NATS, SURE_TO_SURPRISED, Display
 
@@ -142,3 +144,18 @@ def test_the_line_and_the_plain_values():
     assert score.token_scores() == [("a", -1.0), ("b", -2.0)]
     with pytest.raises(DuelError):
         dataclasses.replace(score, token_logprobs=()).token_scores()
+
+
+def test_the_plain_values_of_a_window():
+    """JSON of everything that its score holds: its kind in a word, its blocks, and its other values."""
+    other = Score(-3.0, kind=Kind.NOT_A_LIKELIHOOD)
+    score = Score(
+        -2.5, reveal_steps=(1, 0), kind=Kind.ESTIMATE, blocks=TwoPhaseBlocks(count=4), others={"oracle": other}
+    )
+    values = json.loads(json.dumps(score.to_dict()))
+    assert values["log_prob"] == score.log_prob
+    assert values["reveal_steps"] == [1, 0]
+    assert values["kind"] == "estimate"
+    assert values["blocks"]["count"] == 4
+    assert values["others"] == {"oracle": other.to_dict()}
+    assert values.keys() == {field.name for field in dataclasses.fields(Score)}
