@@ -352,6 +352,14 @@ class Sample(Score):
 IndexedScores: TypeAlias = Iterator[tuple[int, Score]]  # (index, score) of each window as it is finished
 
 
+@dataclasses.dataclass(frozen=True)
+class Ties:
+    """The ties of a window, which are a fact of its text, whichever run has scored it. Named as in `Score`."""
+
+    near_ties: int | None
+    all_mask_starts: int
+
+
 @dataclasses.dataclass
 class PhaseCounts:
     """The cost of one phase of an estimate."""
@@ -393,11 +401,11 @@ class Counts:
         self.nfe = known_sum(self.nfe, score.nfe)
         self.add_ties(score)
 
-    def add_ties(self, score: Score) -> None:
-        """Add the ties of a window, which are a fact of its text, whichever run has scored it."""
-        self.all_mask_starts += score.all_mask_starts
-        self.near_ties = known_sum(self.near_ties, score.near_ties)
-        has_near_ties = None if score.near_ties is None else int(score.near_ties > 0)
+    def add_ties(self, window: Score | Ties) -> None:
+        """Add the ties of a window."""
+        self.all_mask_starts += window.all_mask_starts
+        self.near_ties = known_sum(self.near_ties, window.near_ties)
+        has_near_ties = None if window.near_ties is None else int(window.near_ties > 0)
         self.near_tie_windows = known_sum(self.near_tie_windows, has_near_ties)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel import fingerprint
 from lm_eval_duel.audit.verify import OTHER_TEXTS, Verification
 from lm_eval_duel.core import reveal as signals
-from lm_eval_duel.core.scores import Counts, IndexedScores, Score
+from lm_eval_duel.core.scores import Counts, IndexedScores, Score, Ties
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import InconsistentOutput, counted, naming
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
@@ -338,10 +338,11 @@ class Scoring:
     def answers(self) -> list[TextLogLikelihood]:
         """The log-likelihood of each request: from the response cache, or computed now and saved as it is finished."""
         evaluation = self.evaluation
-        saved: dict[Window, Score] = {}  # by an earlier run
+        saved: dict[Window, Ties] = {}  # by an earlier run; the scores themselves would fill the memory
         for n, scores in self.store.saved():
             self.count(n, scores)
-            saved.update(zip(self.windows[n], scores, strict=True))
+            for window, score in zip(self.windows[n], scores, strict=True):
+                saved[window] = Ties(score.near_ties, score.all_mask_starts)
 
         order: Sequence[int] = range(len(self.requests))
         if self.shuffled:
@@ -388,12 +389,12 @@ class Scoring:
         return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)
 
     def scored(
-        self, remaining: Sequence[int], saved: Mapping[Window, Score], progress: Progress
+        self, remaining: Sequence[int], saved: Mapping[Window, Ties], progress: Progress
     ) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores of its windows) of each remaining request, as its last window is scored.
 
-        The score of a window that waits for others of its request is kept in the response cache. `saved`: the windows
-        of the requests that are finished.
+        The score of a window that waits for others of its request is kept in the response cache. `saved`: the ties
+        of the windows of finished requests.
         """
         kept = self.store.kept(remaining)
         unfinished = Unfinished({n: self.windows[n] for n in remaining}, kept)
@@ -410,15 +411,15 @@ class Scoring:
             if scores is not None:
                 yield n, scores
 
-    def count_ties(self, known: Mapping[Window, Score], unfinished: Unfinished) -> None:
+    def count_ties(self, known: Mapping[Window, Score | Ties], unfinished: Unfinished) -> None:
         """Count the ties of windows that an earlier run has scored, so that a resumed run counts those of all.
 
         The estimator counts equal windows once, and those that are scored now itself.
         """
         scored_now = {self.windows[n][place] for n, place in unfinished.missing}
-        for window, score in known.items():
+        for window, ties in known.items():
             if window.target and window not in scored_now:
-                self.evaluation.counts.add_ties(score)
+                self.evaluation.counts.add_ties(ties)
 
     def scored_windows(self, missing: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Score]]:
         """((request, place), score) of each window as it is scored; an error names its request."""

@@ -206,7 +206,8 @@ class RunStats:
             if stats.has_options or total.tokens < FEWEST:
                 continue
             bound = total.value.is_bound
-            warning = unigram_warning(task, total.perplexity, stats.ids, vocabulary, bound)
+            error = total.perplexity_stderr
+            warning = unigram_warning(task, total.perplexity, stats.ids, vocabulary, bound, error)
             if warning:
                 lines.append(warning)
         return lines

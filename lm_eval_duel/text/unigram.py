@@ -46,7 +46,14 @@ def unigram_perplexity(counts: Mapping[int, int], vocabulary: int) -> float:
     return math.exp(nats / tokens)
 
 
-def unigram_warning(task: str, value: float, counts: Mapping[int, int], vocabulary: int, at_most: bool = False) -> str:
+def unigram_warning(
+    task: str,
+    value: float,
+    counts: Mapping[int, int],
+    vocabulary: int,
+    at_most: bool = False,
+    stderr: float | None = None,
+) -> str:
     """A sentence if a token perplexity is above the unigram of its texts; empty otherwise, and for an infinite one.
 
     On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing. That
@@ -57,6 +64,7 @@ def unigram_warning(task: str, value: float, counts: Mapping[int, int], vocabula
         value: Their token perplexity under the network.
         counts, vocabulary: As in `unigram_perplexity`.
         at_most: The value is an upper bound.
+        stderr: The Monte Carlo standard error of the value, if it has one and it is known.
     """
     limit = unigram_perplexity(counts, vocabulary)
     without_context = f"a unigram of its texts has {limit:.2f}"
@@ -67,6 +75,8 @@ def unigram_warning(task: str, value: float, counts: Mapping[int, int], vocabula
     if not limit < value < math.inf:  # an infinite one has a reason of its own; of no tokens, both are NaN
         return ""
     shown = f"at most {value:.2f}" if at_most else f"{value:.2f}"
+    if stderr is not None:
+        shown += f" ± {stderr:.2f}"
     return (
         f"the token perplexity of {task} is {shown}, and {without_context}: check the mask, shift_logits, the "
         "temperature, the special tokens and the tokenizer"

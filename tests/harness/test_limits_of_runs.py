@@ -210,6 +210,15 @@ def test_a_task_that_a_unigram_of_its_texts_predicts_better(perplexity, warns, o
     assert run.unigram_warnings(8) == []
 
 
+def test_the_warning_of_an_estimate_has_its_error():
+    window, _ = of_perplexity(4.1)
+    estimate = Score(-window.scored_tokens * math.log(4.1), kind=Kind.ESTIMATE, stderr=50.0)
+    run = RunStats()
+    run.add_request("t", 0, Total.from_score(window, estimate, "two_phase"), windows=[window])
+    [line] = run.unigram_warnings(8)
+    assert f"4.10 ± {4.1 * 50 / window.scored_tokens:.2f}" in line
+
+
 def test_the_unigram_of_all_ranks():
     window, of_window = of_perplexity(4.1, target=QUARTERS[:500])
     merged = RunStats(ranks=0)
