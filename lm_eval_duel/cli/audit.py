@@ -13,6 +13,7 @@ from lm_eval_duel.console.command_line import FLAGS, Flag, Parser, plain_table
 from lm_eval_duel.console.exits import FAILED, stop
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import Options, model_of
+from lm_eval_duel.tasks import named
 
 if TYPE_CHECKING:
     from lm_eval_duel.audit.checked import CheckedWindow
@@ -64,13 +65,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Compare this package's numbers with its specification (lm_eval_duel/reference.py) on your checkpoint.",
         PRINTS,
         "demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 1",
-        *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata"),
+        *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata", "field", "lines"),
         limit=dataclasses.replace(FLAGS["limit"], default=3, unset=""),
-        lines=Flag(TRUTH, False, "each line of a .txt or .md file of --tasks is a document"),
         no_own_code=Flag(TRUTH, False, "do not compare with the checkpoint's own code"),
     ).parse_args(arguments)
-    if options.lines:
-        options.metadata = {**options.metadata, "lines": True}
+    options.metadata = named.metadata_of_texts(options) | options.metadata
     model = model_of(options)
     _require_no_results(str(model.get("pretrained", "")))
     options.dtype = Options.parse(model).dtype  # of the run, for the record

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import TEXT, TRUTH
 from lm_eval_duel.cli.scored import shown_log_prob
 from lm_eval_duel.console.command_line import FLAGS, PATH, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.console.exits import PROGRAM
@@ -158,11 +157,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Show how a checkpoint is read, before anything is evaluated with it, and how long scoring your texts takes.",
         PRINTS,
         "demo-mdm --model_args block=8,rule=margin --tasks sotu",
-        *("NAME", "model_args", "device", "batch_size", "include_path", "metadata", "limit", "json"),
+        *("NAME", "model_args", "device", "batch_size", "include_path", "metadata", "limit", "json", "field", "lines"),
         tasks=dataclasses.replace(FLAGS["tasks"], default=None),
         files=Flag(PATH, None, "files of text, or folders of them, as for `score`", many=True, shows="FILE"),
-        field=Flag(TEXT, "text", "the column of tables that holds the text"),
-        lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
     ).parse_args(arguments)
     options.model = model_of(options)
     if not options.model.get("pretrained"):
@@ -184,7 +181,7 @@ def _load_tasks(options: argparse.Namespace) -> list[Task]:
 
     patches.without_our_advice()
     require_loadable(Options.parse(options.model))
-    metadata = {**model_args_of(options), **options.metadata}
+    metadata = {**model_args_of(options), **named.metadata_of_texts(options), **options.metadata}
     return named.load(options.tasks, metadata, options.include_path, options.limit)
 
 

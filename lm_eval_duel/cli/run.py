@@ -52,7 +52,10 @@ On several GPUs: accelerate launch --num_processes 8 -m lm_eval_duel run ...; on
 example:
   lm-eval-duel run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4
 
-lm-eval's own arguments, and --quiet (print results, warnings and errors only):
+lm-eval's own arguments, and three more:
+  --lines        each line of a .txt or .md file of --tasks is a document
+  --field NAME   the column of tables of --tasks that holds the text (default: text)
+  --quiet        print results, warnings and errors only
 """
 
 
@@ -87,7 +90,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _named(arguments: Sequence[str]) -> list[str]:
-    """The arguments as lm-eval takes them, without NAME and --quiet; raises UsageError for wrong model args.
+    """The arguments as lm-eval takes them, without NAME, --quiet, --lines and --field.
+
+    Raises UsageError for wrong model args.
 
     lm-eval itself reads the model args after a second of imports.
     """
@@ -100,9 +105,12 @@ def _named(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("-M", "--model")
     parser.add_argument("-a", "--model_args", nargs="+", action="extend", default=[])
+    parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--field")
     ours, rest = parser.parse_known_args(rest)
     if ours.quiet:
         be_quiet()
+    rest += _of_texts(ours.lines, ours.field)
     model = [] if ours.model is None else ["--model", ours.model]
     if not (name or ours.model_args):
         return [*model, *rest]
@@ -114,6 +122,16 @@ def _named(arguments: Sequence[str]) -> list[str]:
     if ours.model in (None, *MODELS):
         Options.parse(given)
     return [*model, "--model_args", json.dumps(given), *rest]
+
+
+def _of_texts(lines: bool, field: str | None) -> list[str]:
+    """The flags that say how files of text are read, as lm-eval's --metadata."""
+    metadata: dict[str, Any] = {}
+    if lines:
+        metadata["lines"] = True
+    if field is not None:
+        metadata["field"] = field
+    return ["--metadata", json.dumps(metadata)] if metadata else []
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:

@@ -140,11 +140,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
         PRINTS,
         "- --model_args demo-mdm,rule=greedy,block=32 <<< 'We the people of the United States'",
-        *("model_args", "device", "batch_size", "json"),
+        *("model_args", "device", "batch_size", "json", "field", "lines"),
         limit=dataclasses.replace(FLAGS["limit"], help="only the first documents"),
         FILE=Flag(PATH, MISSING, f"{', '.join(files.FORMATS)}, a folder, a pattern, or - for stdin", many=True),
-        field=Flag(TEXT, "text", "the column of tables that holds the text"),
-        lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
         compare=Flag(
             TEXT,
             None,

@@ -246,6 +246,7 @@ def _model_args(text: str) -> dict[str, Any]:
     return key_values(f"pretrained={text}" if begins_with_name else text)
 
 
+OF_RUN = ("--use_cache", "--output_path", "--log_samples")  # flags of `run` that are looked for in other commands
 STDOUT = "-"
 NOTHING_GIVEN = (None, "")
 KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
@@ -299,6 +300,8 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "json": Flag(
         FILE, None, "write the figures to FILE as JSON; without FILE, print them instead", alone=STDOUT, shows="FILE"
     ),
+    "lines": Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
+    "field": Flag(TEXT, "text", "the column of tables that holds the text"),
     "quiet": Flag(TRUTH, False, "print results, warnings and errors only"),
 }
 
@@ -400,7 +403,8 @@ class Parser(argparse.ArgumentParser):
             if spelling.startswith(underscored):
                 matches.append(flag)
         if not matches:
-            raise UsageError(f"{self.command}: {unknown('argument', name, flags)}")
+            of_run = f" {PROGRAM} run takes it, and scores files of text by --tasks FILE." if name in OF_RUN else ""
+            raise UsageError(f"{self.command}: {unknown('argument', name, flags)}{of_run}")
         # argparse accepts the beginning of a flag, and has its own error for that of several
         flag = matches[0] if len(matches) == 1 else name
         return flag + equals + value

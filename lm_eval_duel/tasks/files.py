@@ -33,6 +33,7 @@ SPLITS = "dataset_dict.json"  # and this next to several splits of one
 PACKED = ".gz"
 STDIN = "-"
 NOT_BLANK = re.compile(r"\S")
+FEW_COLUMNS = 4  # with more, the only column of texts may be a name or a date
 LISTED = 5  # at most this many files that are not read are named
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -204,7 +205,8 @@ def column(name: str, row: dict[str, Any], key: str, setting: str = "") -> Any:
     if key not in row:
         filled = [column for column in row if row[column] is not None]
         of_texts = [column for column in filled if isinstance(row[column], str)]
-        likely = nearest(key, filled) or of_texts or filled
+        only_text = of_texts if len(of_texts) == 1 and len(filled) <= FEW_COLUMNS else []
+        likely = nearest(key, filled) or only_text
         remedy = f" Name it by {setting}{likely[0]}." if setting and likely else ""
         raise DuelError(f"{name}: {unknown('column', key, filled)}{remedy}")
     if row[key] is None:

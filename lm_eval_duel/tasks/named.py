@@ -18,6 +18,7 @@ from lm_eval_duel.tasks import corpora, files
 from lm_eval_duel.tasks.data import task_files, task_folder
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
     from lm_eval.api.task import Task
@@ -193,6 +194,17 @@ def is_yaml(name: str) -> bool:
 def is_text(name: str) -> bool:
     """True if `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
     return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())
+
+
+def metadata_of_texts(options: argparse.Namespace) -> dict[str, Any]:
+    """The metadata that --lines and --field stand for, if one of the tasks of --tasks reads files of text."""
+    metadata: dict[str, Any] = {}
+    if any(is_text(name) or name.startswith("duel_text") for name in options.tasks or ()):
+        if options.lines:
+            metadata["lines"] = True
+        if options.field != "text":
+            metadata["field"] = options.field
+    return metadata
 
 
 # ---------------------------------------------------------------- names that are no task's

@@ -53,6 +53,7 @@ TYPOS = [
     (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
+    (["score", "a.txt", "--use_cache", "x"], "lm-eval-duel run takes it"),
     (["score", "a.txt", "--lines", "demo-bd"], "unrecognized arguments: demo-bd. A model is named by --model_args."),
     (["score", "a.txt", "--model_args", "demo-bd", "rule=gredy"], "Did you mean greedy?"),
     (["score", "pretrained=demo-bd"], "--model_args NAME,rule=margin"),
@@ -441,3 +442,13 @@ def test_a_reader_that_stops_reading_is_no_error():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_run_takes_the_flags_of_texts_as_metadata(monkeypatch):
+    """--lines and --field, as in `score`; they join the metadata that the command gives, too."""
+    from lm_eval._cli import HarnessCLI
+
+    words = run._named(["--tasks", "a.jsonl", "--metadata", "rows=3", "--lines", "--field", "body"])
+    monkeypatch.setattr(sys, "argv", ["lm-eval", "run", *words])
+    args = run._parsed(HarnessCLI())
+    assert args.metadata == {"rows": 3, "lines": True, "field": "body"}
