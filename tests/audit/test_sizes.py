@@ -11,14 +11,13 @@ from toys import Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
-from lm_eval_duel.core import block_causal
-from lm_eval_duel.core import predictions as top_tokens
+from lm_eval_duel.core import block_causal, logits
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 
-TOKENS = 2 * top_tokens.RUN + 9  # two runs of columns, and a rest
+TOKENS = 2 * logits.RUN + 9  # two runs of columns, and a rest
 LENGTH = block_causal.CLEAN + 80
 
 
