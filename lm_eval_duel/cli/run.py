@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import at_home, unique_keys
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, read_pairs
-from lm_eval_duel.console.exits import INTERRUPTED, stop, stopped
+from lm_eval_duel.console.exits import FAILED, INTERRUPTED, stop, stopped
 from lm_eval_duel.errors import UsageError, documentation, nearest, require_known, usage
 from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.autoload import register
 from lm_eval_duel.options import Options, with_lm_evals_flags
+from lm_eval_duel.results.doubts import verify_doubt
 from lm_eval_duel.tasks import named
 
 if TYPE_CHECKING:
@@ -80,13 +81,25 @@ def main(arguments: Sequence[str]) -> None:
         names = _check(args)
     try:
         with _task_files(names, args.include_path):
-            cli.execute(args)
+            _execute(cli, args)
     except KeyboardInterrupt:  # before or after the scoring, which ends with a message of its own
         stop(INTERRUPTED, stopped(args.use_cache))
     except ValueError as error:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
             raise UsageError(_tasks_not_found(str(error), args.include_path)) from None
         raise
+
+
+def _execute(cli: HarnessCLI, args: argparse.Namespace) -> None:
+    """Let lm-eval run, print and save; then end with an error if `verify` found a difference."""
+    from lm_eval_duel.harness import patches
+
+    with patches.kept_results() as results:
+        cli.execute(args)
+    for content in results:
+        differing = verify_doubt(content["config"].get("duel", {}))
+        if differing:
+            stop(FAILED, differing)
 
 
 def _named(arguments: Sequence[str]) -> list[str]:

@@ -14,9 +14,11 @@ from lm_eval_duel.cli.comparison import compared
 from lm_eval_duel.cli.models import OtherModel, other_model
 from lm_eval_duel.cli.scored import ScoredModel, score
 from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
+from lm_eval_duel.console.exits import FAILED, stop
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.doubts import verify_doubt
 from lm_eval_duel.results.table import LEVEL, csv_text
 from lm_eval_duel.tasks import files
 
@@ -81,6 +83,10 @@ def main(arguments: Sequence[str]) -> None:
     finally:  # models that are finished are kept if a later one fails
         if scored:
             write(options, scored)
+    for scored_model in scored:
+        differing = verify_doubt(scored_model.info["duel"])
+        if differing:
+            stop(FAILED, differing)
 
 
 def trace_note(models: Sequence[OtherModel]) -> str:

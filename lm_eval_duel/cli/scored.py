@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.scores import Value, perplexity, ratio
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
+from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -149,6 +150,7 @@ class ScoredModel:
         if self.documents_stderr is not None:
             bits = _rate("bits_per_byte", monte_carlo is not None)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
+        yield from doubts(self.info["duel"])
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share
 

@@ -21,6 +21,7 @@ from lm_eval_duel.harness.scoring import Evaluation, TextLogLikelihood
 from lm_eval_duel.harness.store import RULE_CODE, ResponseCache, followed_rules
 from lm_eval_duel.options import Options, with_lm_evals_flags
 from lm_eval_duel.results import trace
+from lm_eval_duel.results.doubts import rule_doubt
 from lm_eval_duel.results.runs import SCHEMA
 from lm_eval_duel.text.loading import load_scorer
 from lm_eval_duel.text.text import find_chat_template
@@ -234,6 +235,9 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         }
         if self.denoiser.unread_entries:
             duel["unread_config"] = list(self.denoiser.unread_entries)
+        decided_otherwise = rule_doubt(duel)
+        if decided_otherwise:
+            log.warning("%s", decided_otherwise)
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 
     # ------------------------------------------------------------ ranks

@@ -32,6 +32,8 @@
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
+    lm_eval.simple_evaluate     keeps its results, of which `lm-eval-duel run` makes its exit code; only while it runs
+
     (in autoload.py, when the interpreter starts)
     get_model, EvaluatorConfig.process_tasks
                                 the error for an unknown model or task names ours if it is close to one of them
@@ -166,6 +168,28 @@ def without_default_tasks() -> Iterator[None]:
         yield
     finally:
         TaskManager.__init__ = original
+
+
+@contextlib.contextmanager
+def kept_results() -> Iterator[list[dict[str, Any]]]:
+    """Within this context, the results of each evaluation are added to the list: lm-eval's command returns none."""
+    import lm_eval
+
+    original = lm_eval.simple_evaluate
+    kept: list[dict[str, Any]] = []
+
+    @functools.wraps(original)
+    def evaluate(*arguments: Any, **options: Any) -> Any:
+        results = original(*arguments, **options)
+        if results is not None:  # on the first rank
+            kept.append(results)
+        return results
+
+    lm_eval.simple_evaluate = evaluate
+    try:
+        yield kept
+    finally:
+        lm_eval.simple_evaluate = original
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -182,13 +182,14 @@ class RunStats:
         return lines
 
     def warnings(self) -> list[str]:
-        """The warnings of the log: rows or decisions that differed when they were repeated, and tasks with [UNK]."""
+        """The warnings of the log: rows that differed when they were evaluated again, and tasks with [UNK]."""
         lines = []
-        for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
-            differing = self.counts.get(f"{what}_differing")
-            asked = self.counts.get(f"{what}_checked")
-            if differing:  # an error, unless the dtype is coarse
-                lines.append(f"{differing} of {asked} {what} that were {how} differ by more than noise of this dtype")
+        differing = self.counts.get("rows_differing")
+        if differing:  # an error, unless the dtype is coarse
+            checked = self.counts.get("rows_checked")
+            lines.append(
+                f"{differing} of {checked} rows that were evaluated again alone differ by more than noise of this dtype"
+            )
         for task, stats in self.tasks.items():
             unknown = stats.unknown.total()
             if unknown:

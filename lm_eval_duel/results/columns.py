@@ -10,6 +10,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import gaps
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.costs import RunCost
+from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.ranks import TIED, is_tied
 from lm_eval_duel.results.rows import Row, baseline_remark
@@ -186,7 +187,7 @@ def values(task: Comparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
     shown: Columns = {
         **names_of_compared(task.rows),
-        WORDS[task.metric]: lambda each: (marked(each), each.row.stderr_reason),
+        WORDS[task.metric]: lambda each: (marked(each), each.row.about_value),
         LEVEL: interval_with_remark,
     }
     if task.metric != "bits_per_byte":
@@ -386,11 +387,16 @@ def summary(rows: Sequence[Row]) -> Table:
         "value": value,
         "unit": lambda row: WORDS[row.metric],
         "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
-        "kind": lambda row: row.score.short_label,
+        "kind": _kind,
         "error (±)": _error,
         "s.e. over windows": lambda row: number(row.window_stderr, ".2g"),
     }
     return Table.from_records("", rows, shown)
+
+
+def _kind(row: Row) -> str:
+    in_doubt = ", in doubt" if doubts(row.run.config.duel) else ""
+    return f"{row.score.short_label}{in_doubt}"
 
 
 def _error(row: Row) -> str:

@@ -159,12 +159,11 @@ def _closed_column(name: str, task: Comparison) -> Column:
 
 
 def _value(each: ComparedRow) -> Cell:
-    """A value. Its remark says why it has no error or interval, or that its interval is from few documents."""
-    no_error = Note(each.row.stderr_reason)
+    """A value. Its remark says what puts it in doubt, why it has no error or interval, or that documents are few."""
     about_interval = each.about_interval
     if each.interval is None:
         about_interval = about_interval.after("no interval: ")
-    return columns.value(each.row), Note.joined([no_error, about_interval])
+    return columns.value(each.row), Note.joined([each.row.about_value, about_interval])
 
 
 def _bits(each: ComparedRow) -> str:

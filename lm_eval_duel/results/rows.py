@@ -17,6 +17,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.runs import Run, Task, Values, sums
 from lm_eval_duel.results.schema import TASK_COUNTS
 from lm_eval_duel.results.table import Note, number, percent
@@ -186,6 +187,12 @@ class Row:
         if monte_carlo is None or self.stderr is not None:
             return ""
         return monte_carlo.unknown(self.run.spec)
+
+    @property
+    def about_value(self) -> Note:
+        """What puts its value in doubt, and the reason that it has no error."""
+        notes = [Note(sentence) for sentence in doubts(self.run.config.duel)]
+        return Note.joined([*notes, Note(self.stderr_reason)])
 
     @property
     def window_stderr(self) -> float | None:

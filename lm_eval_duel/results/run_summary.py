@@ -8,6 +8,7 @@ from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.results import columns, read, rows
+from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 
@@ -16,6 +17,8 @@ LISTED = 4  # tasks whose documents are counted one by one
 
 def summary(content: Mapping[str, Any]) -> str:
     """The perplexities of a run, each with its kind and error, the limits of its accuracies, and what it scored.
+
+    What puts its values in doubt stands there, too.
 
     `content`: that of its results file. Raises DuelError for entries that lm_eval does not write.
     """
@@ -30,7 +33,7 @@ def summary(content: Mapping[str, Any]) -> str:
     parts = []
     if every_row:
         parts.append(columns.summary(every_row).markdown())
-    remarks = list(_remarks(run))
+    remarks = [*_remarks(run), *doubts(run.config.duel)]
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))

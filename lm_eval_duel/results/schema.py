@@ -88,6 +88,10 @@ def _date(value: Any) -> float:
     return seconds
 
 
+def _verify(found: Json) -> dict[str, Any]:
+    return typed(found, VERIFY)
+
+
 def _duel(duel: Json) -> dict[str, Any]:
     """The entries of config.duel that are read, and those of its tasks with their values."""
     tasks = {}
@@ -117,12 +121,18 @@ VALUE: Types = COUNTS | {  # of each of its values; `Value.read` takes them
     "kind": _kind,
     "seeds": _numbers,
 }
+VERIFY: Types = {  # entries of config.duel.verify
+    **dict.fromkeys(("windows", "differing_windows", "changed_picks"), count),
+    "where": str,
+}
 DUEL: Types = {  # entries of config.duel
     **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
     **dict.fromkeys(("pretrained", "trace"), text_or_none),
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), count),
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), count),
+    **dict.fromkeys(("decisions_checked", "decisions_differing"), count),
     "seconds": number,
+    "verify": _verify,
     "versions": _versions,
 }
 CONFIG: Types = {  # entries of config

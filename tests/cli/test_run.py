@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lm_eval_duel.cli import run
+from lm_eval_duel.cli import run, score
 from lm_eval_duel.console import command_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
@@ -171,3 +171,40 @@ def test_ctrl_c_after_the_scoring_ends_with_one_line_that_names_the_answers(cach
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert ("runs/answers_rank" in printed) == bool(cache)
+
+
+READS_THE_NUMBER_OF_LANES = """
+import dataclasses
+
+from lm_eval_duel.rules import Decision, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Company(Rule):
+    def __call__(self, predictions, lanes):
+        masked = lanes.masked if len(lanes) > 2 else lanes.masked.flip(1)
+        first = masked & (masked.cumsum(1) == 1)
+        return Decision(first if len(lanes) > 2 else first.flip(1))
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "score"])
+def test_windows_that_differ_under_verify_end_in_exit_code_1_with_results(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / f"company_of_{command}.py").write_text(READS_THE_NUMBER_OF_LANES)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("We the people of the United States, in order to form a more perfect union.")
+    monkeypatch.setattr(sys, "argv", sys.argv)  # `run` replaces it
+    args = ["--model_args", f"demo-bd,rule={tmp_path}/company_of_{command}.py:Company,verify=1", "--device", "cpu"]
+
+    with pytest.raises(SystemExit) as stopped:
+        if command == "run":
+            run.main([*args, "--tasks", str(texts), "--output_path", str(tmp_path / "out")])
+        else:
+            score.main([str(texts), *args, "--json", str(tmp_path / "out.json")])
+
+    assert stopped.value.code == 1
+    printed = capsys.readouterr()
+    if command == "score":  # lm-eval's table is followed by ours in a process of its own
+        assert "1 of 1 windows differ" in printed.out
+    assert "1 of 1 windows differ" in printed.err.splitlines()[-1]
+    assert list(tmp_path.rglob("results_*.json" if command == "run" else "out.json"))

@@ -146,13 +146,12 @@ def test_lines_of_the_log():
     own = total(-25.0, 10, name="mixture", others=others)
     run = RunStats(ranks=2, shares=[Share(1600, 30, 2.0), Share(800, 10, 4.4)])
     run.add_request("t", 0, own, unknown=3)
-    run.counts |= {"rows_differing": 2, "rows_checked": 9, "decisions_differing": 1, "decisions_checked": 8}
+    run.counts |= {"rows_differing": 2, "rows_checked": 9}
     [balance] = run.log_lines()
     for part in ("2 ranks", "rows 1,600 800 (max/mean 1.33)", "tokens 30 10 (max/mean 1.50)", "(max/mean 1.38)"):
         assert part in balance, part
-    rows, decisions, unknown = run.warnings()
+    rows, unknown = run.warnings()
     assert rows.startswith("2 of 9 rows")
-    assert decisions.startswith("1 of 8 decisions")
     assert "3 of 10 tokens (30.0%)" in unknown
 
     # the run's own value is told, another value of it only if it is drawn

@@ -16,6 +16,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import columns, compare, gaps, page, page_columns, published, read, run_summary
 from lm_eval_duel.results import report as reports
+from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.table import Note, Table
 
 TOKENS = (20, 40, 30)
@@ -500,3 +501,31 @@ def test_two_results_of_one_task_are_no_ar_baseline(tmp_path):
     ours(tmp_path / "results", per_token(["a"], [20.0]))
     with pytest.raises(DuelError, match="a more than once"):
         run(tmp_path, "--as_published")
+
+
+VERIFIED = {"windows": 8, "differing_windows": 3, "changed_picks": 2, "where": "task sotu, document 1, window 0"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentences"),
+    [
+        ({"decisions_checked": 8, "decisions_differing": 0, "verify": None}, 0),
+        ({"verify": {**VERIFIED, "differing_windows": 0}}, 0),
+        ({"verify": VERIFIED, "dtype": "bfloat16"}, 0),  # measured, not judged
+        ({"verify": VERIFIED, "dtype": "float32"}, 1),
+        ({"decisions_checked": 8, "decisions_differing": 2}, 1),
+        ({"decisions_checked": 8, "decisions_differing": 2, "verify": VERIFIED, "dtype": "float64"}, 2),
+    ],
+)
+def test_a_value_in_doubt_is_marked_in_every_table(tmp_path, entries, sentences):
+    file = ours(tmp_path, docs=docs("sotu"))
+    for name, entry in entries.items():
+        put(file, f"config.duel.{name}", entry)
+    content = json.loads(file.read_text())
+
+    about = doubts(content["config"]["duel"])
+    assert len(about) == sentences
+    for table in (run_summary.summary(content), reports.markdown(board(tmp_path))):
+        for sentence in about:
+            assert sentence in table
+    assert ("in doubt" in run_summary.summary(content)) is bool(about)

@@ -1,0 +1,43 @@
+"""Doubts in the values of a run, from what it computed twice, as sentences.
+
+They stand below the table of the run and, in a report, at its values, which would otherwise look sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FULL_PRECISION = ("float32", "float64")
+
+
+def doubts(duel: Mapping[str, Any]) -> list[str]:
+    """The sentences on a run. `duel`: `config.duel` of its results file."""
+    return [sentence for sentence in (rule_doubt(duel), verify_doubt(duel)) if sentence]
+
+
+def rule_doubt(duel: Mapping[str, Any]) -> str:
+    """A sentence on decisions of a user's rule that came out otherwise; empty if there are none."""
+    differing = duel.get("decisions_differing")
+    if not differing:
+        return ""
+    return (
+        f"{differing} of {duel.get('decisions_checked')} decisions of the rule {duel.get('rule')} came out otherwise "
+        "when it was asked again: near ties, or the rule reads other lanes or is not deterministic, and then no value "
+        "is a likelihood. To find out which, let it return a decision_margin, or run with verify=8 or lm-eval-duel "
+        "audit"
+    )
+
+
+def verify_doubt(duel: Mapping[str, Any]) -> str:
+    """A sentence on the windows that `verify` found different; empty if there are none, or the dtype explains them."""
+    verified = duel.get("verify") or {}
+    differing = verified.get("differing_windows")
+    if not differing or duel.get("dtype") not in FULL_PRECISION:
+        return ""
+    picks = verified.get("changed_picks")
+    of_picks = f"; {picks} picks are not the rule's" if picks else ""
+    return (
+        f"verify: {differing} of {verified.get('windows')} windows differ by more than float32 noise "
+        f"({verified.get('where')}{of_picks}), so no value of this run is to be trusted"
+    )
