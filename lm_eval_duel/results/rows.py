@@ -190,7 +190,7 @@ class Row:
 
     @property
     def about_value(self) -> Note:
-        """What puts its value in doubt, and the reason that it has no error."""
+        """The reasons to doubt its value, and the reason that it has no error."""
         notes = [Note(sentence) for sentence in doubts(self.run.config.duel)]
         return Note.joined([*notes, Note(self.stderr_reason)])
 
