@@ -62,7 +62,10 @@ class Audit:
     def failures(self) -> list[str]:
         """Everything that differs, as text."""
         failures = []
-        windows = [each.where for each in self.checked if each.differs]
+        windows = []
+        for each in self.checked:
+            if each.differs:
+                windows.append(f"{each.where} ({', '.join(each.problems)})")
         if windows:
             every = counted(len(self.checked), "window")
             failures.append(f"{len(windows)} of {every} differ: {'; '.join(windows[:3])}")

@@ -7,7 +7,7 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, Argument, choice, declared
@@ -219,10 +219,11 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
     `names`: only these rows, and for a rule those of its parameters. A rule may be the user's own.
     """
     every_table = [rows() for _, rows in TABLES[what]]
+    own_rules: Mapping[str, type[rules.Rule]] = {}
     if what == "rules":
         names, own_rules = _own_rules(names)
         every_table = [rule_table(rules.RULES | own_rules), parameters(rules.RULES | own_rules)]
-    tables = [list(map(_without_markdown, rows)) for rows in every_table]
+    tables = [[_without_markdown(row, own_rules) for row in table] for table in every_table]
     if names:
         names = _known_names(what, names, tables[0])
         tables = _named(what, names, tables)
@@ -321,11 +322,14 @@ def _entry(row: tuple[str, ...], width: int) -> str:
     return f"{first_line}\n{textwrap.indent(filled, INDENT)}"
 
 
-def _without_markdown(row: tuple[str, ...]) -> tuple[str, ...]:
+def _without_markdown(row: tuple[str, ...], own_rules: Container[str] = ()) -> tuple[str, ...]:
+    """The cells for the terminal. The last cell of the user's `own_rules` is a docstring, which stays as written."""
     cells = []
     for cell in row:
         without_links = LINK.sub(r"\1", cell)
         cells.append(without_links.replace("`", ""))
+    if cells[0] in own_rules:
+        cells[-1] = row[-1]
     return tuple(cells)
 
 

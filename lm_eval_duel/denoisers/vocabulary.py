@@ -90,19 +90,27 @@ def find_mask_id(
     Raises DuelError if there is no such id, or it is that of another special token.
     """
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
-    named = (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, usual)
-    given = [each for each in named if each is not None]
+    named = (
+        (options.mask_token_id, "given"),
+        (config.get("mask_token_id"), "from its config"),
+        (of_tokenizer, "from its tokenizer"),
+        (usual, "the default of its family: neither config nor tokenizer names one"),
+    )
+    given = [(mask_id, source) for mask_id, source in named if mask_id is not None]
     if not given:
         raise DuelError(
             f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>."
             f"{_tokens_like_mask(tokenizer)}"
         )
-    mask_id = given[0]
+    mask_id, source = given[0]
 
     is_whole = isinstance(mask_id, int) and not isinstance(mask_id, bool)
     if not is_whole or not 0 <= mask_id < (rows or mask_id + 1):
         ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
-        raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
+        raise DuelError(
+            f"mask_token_id={mask_id} ({source}) is not an id of {options.name}; {ids}. Pass the right one."
+            f"{_tokens_like_mask(tokenizer)}"
+        )
     if mask_id == of_tokenizer:
         return mask_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -83,7 +83,7 @@ def test_a_rule_of_ones_own_is_listed_as_a_built_in_one(tmp_path, monkeypatch, c
         "from lm_eval_duel.rules import Rule\n"
         "@dataclasses.dataclass(frozen=True)\n"
         "class Listed(Rule):\n"
-        '    """The surest\n    ones.\n\n    More."""\n'
+        '    """The `top` surest\n    ones.\n\n    More."""\n'
         "    share: float\n"
         "    top: int = 3\n"
         "    def __call__(self, predictions, lanes): ...\n"
@@ -97,7 +97,7 @@ def test_a_rule_of_ones_own_is_listed_as_a_built_in_one(tmp_path, monkeypatch, c
         program.main(["list", "rules", name])
         row, meaning, _, share, _, top, _ = capsys.readouterr().out.splitlines()
         assert row.endswith("[share, top=3]")
-        assert meaning.strip() == "The surest ones."
+        assert meaning.strip() == "The `top` surest ones."  # as written
         assert share.startswith("share ")
         assert top.startswith("top ")
         assert top.endswith("[3]")

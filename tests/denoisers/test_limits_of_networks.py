@@ -58,6 +58,21 @@ def test_the_mask_is_named_by_the_user_then_the_config_the_tokenizer_the_family(
             assert f"0 to {expected - 1}." in refused(find, expected)
 
 
+def test_a_mask_that_is_no_id_is_named_with_its_source_and_the_tokens_that_look_like_one():
+    words = SimpleNamespace(mask_token_id=None, get_vocab=lambda: {"a": 3, "<|mask|>": 5})
+    sources = {
+        "given": (90, None, 70),
+        "from its config": (None, 80, 70),
+        "the default of its family": (None, None, 70),
+    }
+    for source, (user, config, family) in sources.items():
+        find = partial(vocabulary.find_mask_id, options(mask_token_id=user), {"mask_token_id": config}, words, family)
+        message = refused(find, 12)
+        assert source in message
+        assert "0 to 11" in message
+        assert "<|mask|> (id 5)" in message
+
+
 @pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
 def test_a_mask_that_is_another_special_token_is_refused_unless_the_tokenizer_says_so(name):
     words = SimpleNamespace(mask_token_id=None, **{name: 7})
