@@ -184,6 +184,8 @@ def check_arguments(
     for n, text in enumerate(texts):
         if not isinstance(text, str):
             raise DuelError(f"{caller} takes a list of texts; number {n} is of the class {type(text).__name__}.")
+    if not any(texts):
+        raise DuelError(f"{caller} got empty texts only, which have no bits per byte; pass texts with characters.")
     for rule in rules:
         parse(rule)
     names = {

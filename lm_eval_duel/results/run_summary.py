@@ -12,6 +12,7 @@ from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 
+WARPERS = ("temperature=", "top_k=", "top_p=")  # settings of generated texts that change distributions
 LISTED = 4  # tasks whose documents are counted one by one
 
 
@@ -33,7 +34,7 @@ def summary(content: Mapping[str, Any]) -> str:
     parts = []
     if every_row:
         parts.append(columns.summary(every_row).markdown())
-    remarks = [*_remarks(run), *doubts(run.config.duel)]
+    remarks = [*_remarks(run), *_generated(run), *doubts(run.config.duel)]
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))
@@ -51,6 +52,17 @@ def _remarks(run: Run) -> Iterator[str]:
                 metrics.setdefault(remark, []).append(metric)
         for remark, limited in metrics.items():
             yield f"{', '.join(limited)} of {name}: {remark}"
+
+
+def _generated(run: Run) -> Iterator[str]:
+    """A sentence on each way in which texts were sampled, if it changes the distributions of the network."""
+    for description in run.config.duel.get("generated", []):
+        changes = []
+        for setting in description.split(", "):
+            if setting.startswith(WARPERS) and setting != "temperature=1":
+                changes.append(setting)
+        if changes:
+            yield f"texts were sampled with {', '.join(changes)}: from another distribution than the one that is scored"
 
 
 def _documents(run: Run) -> Iterator[str]:

@@ -88,6 +88,10 @@ def _date(value: Any) -> float:
     return seconds
 
 
+def _texts(values: list[Any]) -> list[str]:
+    return list(map(str, values))
+
+
 def _verify(found: Json) -> dict[str, Any]:
     return typed(found, VERIFY)
 
@@ -131,6 +135,7 @@ DUEL: Types = {  # entries of config.duel
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), count),
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), count),
     **dict.fromkeys(("decisions_checked", "decisions_differing"), count),
+    "generated": _texts,
     "seconds": number,
     "verify": _verify,
     "versions": _versions,

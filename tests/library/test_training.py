@@ -195,6 +195,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"block": 0}, "'block' .* got '0'"),
         ({"texts": "of the"}, "'of the'"),
         ({"texts": []}, "texts.* none"),
+        ({"texts": ["", ""]}, "empty texts only"),
         ({"token_budget": math.nan}, "token_budget.*nan"),
         ({"autocast": "bfloat16"}, "torch.bfloat16, or None; got 'bfloat16'"),
         ({"token_budget": 0}, "token_budget.*0"),

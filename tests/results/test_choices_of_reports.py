@@ -529,3 +529,23 @@ def test_a_value_in_doubt_is_marked_in_every_table(tmp_path, entries, sentences)
         for sentence in about:
             assert sentence in table
     assert ("in doubt" in run_summary.summary(content)) is bool(about)
+
+
+@pytest.mark.parametrize(
+    ("description", "changes"),
+    [
+        ("argmax", ""),
+        ("sampling, temperature=1", ""),
+        ("sampling, temperature=1, rule=greedy, block=4", ""),
+        ("sampling, temperature=0.5", "temperature=0.5"),
+        ("sampling, temperature=1, top_k=3, top_p=0.9", "top_k=3, top_p=0.9"),
+    ],
+)
+def test_texts_from_another_distribution_are_named_below_the_table(tmp_path, description, changes):
+    file = ours(tmp_path, docs=docs("sotu"))
+    put(file, "config.duel.generated", [description])
+
+    text = run_summary.summary(json.loads(file.read_text()))
+
+    assert ("another distribution" in text) is bool(changes)
+    assert changes in text
