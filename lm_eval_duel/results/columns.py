@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.estimators import registry
@@ -220,7 +220,11 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
         shown[Head(group, group, unit)] = _of_other_row(attribute, _difference)
         shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = _of_other_row(attribute, interval_of)
         shown[Head(f"{title}: worse?", group, "worse?")] = _of_other_row(attribute, is_worse)
-    return Table.from_records(f"Ranks, and paired differences in {unit}", best_first, shown, f"{PLACES} {SINGLE}")
+    pairs = []
+    for each in best_first:
+        pairs += filter(None, [each.place.next_lower, each.place.lowest])
+    about = _with_single(PLACES, pairs)
+    return Table.from_records(f"Ranks, and paired differences in {unit}", best_first, shown, about)
 
 
 def _of_other_row(attribute: str, cell: Callable[[Pair], Cell]) -> Callable[[ComparedRow], Cell]:
@@ -291,7 +295,13 @@ def differences(task: Comparison) -> Table:
     shown["better"] = _better
     shown[f"difference, nats per {unit}"] = _difference
     shown[LEVEL] = interval_of
-    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, f"{SIGN} {SINGLE}")
+    about = _with_single(SIGN, task.pairs)
+    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, about)
+
+
+def _with_single(sentence: str, pairs: Iterable[Pair]) -> str:
+    """The remark on a table of differences; on their intervals only if a pair has one."""
+    return f"{sentence} {SINGLE}" if any(pair.interval for pair in pairs) else sentence
 
 
 def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
@@ -400,9 +410,9 @@ def _kind(row: Row) -> str:
 
 
 def _error(row: Row) -> str:
-    """The error that stands behind ±, or the reason that there is none."""
+    """The error that stands behind ±, the reason that it is not known, or a dash."""
     if row.entry.monte_carlo is None:
-        return "nothing is drawn"
+        return "-"  # nothing is drawn
     return row.stderr_reason or row.entry.monte_carlo.error
 
 
