@@ -428,3 +428,8 @@ def test_every_task_of_lm_eval_is_mentioned_in_its_files():
     assert named.not_mentioned(named.tasks_in([]), tasks) == []
     suggested = named._names_of_lm_eval()
     assert len(suggested & {*tasks}) > 0.9 * len(tasks)
+
+
+def test_a_column_that_the_task_needs_is_not_taken_for_one_that_the_user_named():
+    with pytest.raises(DuelError, match="needs a column 'target'; there are prefix, tarjet"):
+        files.column("a.jsonl:1", {"prefix": "x", "tarjet": "y"}, "target")
