@@ -90,11 +90,17 @@ def _sizes(scored: Sequence[ScoredModel]) -> Iterator[str]:
 
 
 def _settings(runs: Sequence[Run]) -> Iterator[str]:
-    """A line for each model but the first: the entries of its spec that differ from the first's, with both values."""
+    """A line for each model but the first: the entries of its spec that differ from the first's, with both values.
+
+    Entries that only one of two estimators has are left out: it has them because it is that estimator.
+    """
     first, *others = [run.spec for run in runs]
     for n, spec in enumerate(others, 2):
         entries = []
+        same_estimator = spec["estimator"] == first["estimator"]
         for key in dict.fromkeys([*first, *spec]):
+            if not same_estimator and not (key in first and key in spec):
+                continue
             value = spec.get(key, "not set")
             of_first = first.get(key, "not set")
             if value != of_first:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.scores import Value, perplexity, ratio
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.doubts import doubts
@@ -73,15 +74,18 @@ class ScoredModel:
 
     @property
     def documents_stderr(self) -> float | None:
-        """The standard error of the total's bits per byte over documents, as a ratio to bytes."""
+        """The standard error of the total's bits per byte over documents, as a ratio to bytes.
+
+        Copies of a text are one document, and say nothing about other texts. None: there is one text only.
+        """
         if not self.total.bytes:
             return None
-        bits = []
-        sizes = []
+        bits: dict[str, float] = {}  # of each text, with its copies
+        sizes: dict[str, int] = {}
         for line in self.lines:
-            bits.append(-line.value.nats / math.log(2))
-            sizes.append(line.bytes)
-        _, error = ratio(bits, sizes)
+            bits[line.key] = bits.get(line.key, 0.0) - line.value.nats / math.log(2)
+            sizes[line.key] = sizes.get(line.key, 0) + line.bytes
+        _, error = ratio(list(bits.values()), list(sizes.values()))
         return error
 
     def figures(self) -> dict[str, Any]:
@@ -150,6 +154,9 @@ class ScoredModel:
         if self.documents_stderr is not None:
             bits = _rate("bits_per_byte", monte_carlo is not None)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
+        distinct = len({line.key for line in self.lines})
+        if distinct < len(self.lines):
+            yield f"{counted(distinct, 'distinct document')} among {len(self.lines)}: copies count as one in errors"
         yield from doubts(self.info["duel"])
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share

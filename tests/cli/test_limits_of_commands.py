@@ -295,7 +295,7 @@ def test_the_company_of_audited_texts():
 
 
 def line(nats, tokens, words, size, **value):
-    return scored.Line("d", "k", Value(nats, **value), tokens, words, size, 0)
+    return scored.Line("d", f"text of {nats} nats", Value(nats, **value), tokens, words, size, 0)
 
 
 def test_figures_of_a_document():

@@ -460,6 +460,19 @@ def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
     assert greedy_again["difference"]["verdict"] == comparison.SAME_MODEL
 
 
+def test_copies_of_a_text_are_one_document_of_an_error(folder, tmp_path, capsys):
+    """The error of each text once, as the two are of the same size; none from copies of one text."""
+    errors = []
+    for copies in (["a b c"], ["a b c", "a b c"], ["a b c", "c b a"], ["a b c", "c b a", "a b c", "c b a"]):
+        texts = tmp_path / "texts.txt"
+        texts.write_text("\n".join(copies))
+        out = tmp_path / "out.json"
+        run(str(texts), "--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(out), capsys=capsys)
+        errors.append(json.loads(out.read_text())["total"]["bits_per_byte_documents_stderr"])
+    assert errors[:2] == [None, None]
+    assert errors[3] == pytest.approx(errors[2])
+
+
 def test_rows_stand_in_the_order_of_the_command(folder, texts, tmp_path, capsys):
     """Whichever value is lower; and every setting in which a model differs from the first is named with both values."""
     models = ["temperature=4", "temperature=none", "bos=none", "rule=margin,max_length=7"]
