@@ -388,6 +388,9 @@ def _flags(run: Run) -> dict[str, Any]:
     """The flags of a run; those at their defaults are empty."""
     config = run.content["config"]
     arguments = config.get("model_args") or {}
+    values_of_trace = {value for _, value in run.traced}
+    if run.trace is not None and len(values_of_trace) > 1 and isinstance(arguments, dict):
+        arguments = {**arguments, "trace": run.trace.name}  # the rows of a lattice run have their intervals from it
     return {
         "--model_args": arguments if isinstance(arguments, str) else _joined(arguments),
         "--tasks": ",".join(sorted(run.every_task)),

@@ -169,7 +169,8 @@ class Checked(Around):
         raise InconsistentOutput(
             f"{self._with_place} reads other lanes: it decided otherwise for a lane when only the predictions in other "
             "lanes changed. A rule is a function of a lane's own predictions, masked positions, step and memory; "
-            "under any other, every value is suspect. Compute means, sums and ranks in each lane, along dim=1.",
+            "under any other, every value is suspect. Compute means, sums and ranks in each lane, along dim=1, over "
+            "lanes.masked: elsewhere the statistics are NaN.",
             lane=lane,
         )
 
@@ -213,9 +214,19 @@ class Checked(Around):
             if picks_revealed[lane]:
                 what = "picked a position that is not masked: pick among lanes.masked only"
             else:
-                what = "picked nothing: pick a masked position in each lane, or set may_pick_none"
+                what = f"picked nothing: {self._advice_on_nothing()}"
             raise RuleStalled(f"{self._with_place} {what}.", lane=lane)
         return decision
+
+    def _advice_on_nothing(self) -> str:
+        """The advice for a lane without a pick."""
+        advice = "pick a masked position in each lane (the statistics of others are NaN)"
+        if not self.may_pick_none:
+            return f"{advice}, or set may_pick_none if it reads the step or its memory moves on"
+        return (
+            f"{advice}. It has may_pick_none, but neither reads the step (reads_step) nor moved its memory on, so it "
+            "would pick nothing for ever"
+        )
 
     def _of_form(self, returned: Any, lanes: Any) -> Decision:
         """The rule's return value as a Decision; raises DuelError unless its planes fit the lanes."""

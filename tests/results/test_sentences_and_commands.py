@@ -1,5 +1,6 @@
 """Sentences, cells and commands of a report: what each says, and what it may not say."""
 
+import dataclasses
 import math
 import shlex
 import subprocess
@@ -287,6 +288,21 @@ def test_the_command_of_a_row_makes_a_file_that_report_reads_to_the_same_row(tmp
         assert one[1] == pytest.approx(other[1])
         assert one[2] == pytest.approx(other[2])
         assert one[3] == other[3]
+
+
+@pytest.mark.parametrize("values", [("duel",), ("mixture", "elbo_exact")])
+def test_the_command_of_a_lattice_run_has_the_trace_of_its_intervals(tmp_path, values):
+    """Also if the trace was given to report alone; a trace of a run with one value makes no row."""
+    file = ours(tmp_path, docs=docs())
+    put(file, "config.model_args", {"pretrained": "M"})
+    [run] = read.runs([tmp_path])
+    trace = tmp_path / "private" / "t.jsonl"
+    traced = dataclasses.replace(run, trace=trace, traced={("a", value): {} for value in values})
+
+    words = shlex.split(files.command(traced))
+
+    arguments = words[words.index("--model_args") + 1]
+    assert arguments == ("pretrained=M,trace=t.jsonl" if len(values) > 1 else "pretrained=M")
 
 
 def test_a_model_that_was_made_in_python_has_no_command(tmp_path):
