@@ -43,6 +43,7 @@ from lm_eval_duel.library.ids import (
     network_listing,
     one_each,
     own_arguments,
+    require_network,
     require_rule,
     require_tokenizer,
     text_windows,
@@ -110,10 +111,7 @@ class Duel(OnIds):
         given = [key for key, value in keywords.items() if not isinstance(value, Default)]  # by the user
         if "rule" in given:
             registry.check_rule(["rule"], estimator)
-        if isinstance(denoiser, str):
-            raise DuelError(
-                f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r})."
-            )
+        require_network(denoiser)
         require_rule(rule)
         require_tokenizer(tokenizer)
         if isinstance(rule, str):

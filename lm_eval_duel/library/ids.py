@@ -376,6 +376,12 @@ def require_rule(rule: Any) -> None:
         raise DuelError(f"rule must be a name, such as 'greedy', or an instance of Rule ({page}); got {rule!r}.")
 
 
+def require_network(denoiser: Denoiser | str) -> None:
+    """Raise DuelError if this is the name of a network."""
+    if isinstance(denoiser, str):
+        raise DuelError(f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r}).")
+
+
 def require_tokenizer(tokenizer: Any) -> None:
     """Raise DuelError unless this is a loaded tokenizer, or None."""
     if tokenizer is not None and not callable(getattr(tokenizer, "get_vocab", None)):
