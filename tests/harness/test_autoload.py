@@ -120,7 +120,7 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
         f"if {by_hand}:\n"
         "    from lm_eval_duel.harness import autoload\n"
         "    autoload.register()\n"
-        "import lm_eval.utils, lm_eval.config.evaluate_config\n"
+        "import lm_eval.utils, lm_eval.config.evaluate_config, lm_eval._cli.utils\n"
         "names = list(registry.model_registry)\n"
         "print(get_model('duel-mdm').__name__, get_model('hf').__name__, names.count('duel-mdm') <= 1)\n"
         "print(skipped, any(type(finder).__module__ == 'lm_eval_duel.harness.autoload' for finder in sys.meta_path))\n"
