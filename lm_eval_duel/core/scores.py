@@ -35,8 +35,8 @@ Sums = TypeVar("Sums", bound="BlockSums")
 class Kind(enum.Enum):
     """The kinds of values, from the strongest to the weakest.
 
-    Their values are the words that every file, table and record has as `kind`. A bound is one from below of a
-    log-probability, so it is one from above of a perplexity.
+    Their values are the words that every file, table and record has as `kind`. A lower bound of a log-probability is
+    an upper bound of a perplexity; both are a "bound".
     """
 
     LIKELIHOOD = "exact"

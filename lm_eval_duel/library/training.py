@@ -196,7 +196,7 @@ def check_arguments(
     estimator = arguments.get("estimator")
     if estimator == "ar":
         raise DuelError(
-            "training_metrics scores masked diffusion models: save a causal network, and score its checkpoint with "
+            f"{caller} scores masked diffusion models: save a causal network, and score its checkpoint with "
             "estimator=ar."
         )
     if estimator is not None:

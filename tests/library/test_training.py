@@ -200,6 +200,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"autocast": "bfloat16"}, "torch.bfloat16, or None; got 'bfloat16'"),
         ({"token_budget": 0}, "token_budget.*0"),
         ({"estimator": "elbo"}, "'estimator'.*from_model"),
+        ({"estimator": "ar"}, "DuelCallback scores .*estimator=ar"),
     ):
         with pytest.raises(DuelError, match=named):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
