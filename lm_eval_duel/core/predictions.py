@@ -105,27 +105,11 @@ class Predictions:
 
         All shapes are the same, so what is computed from `lane` alone is equal to the last bit.
         """
-        self._statistic("logit")  # the first pass over the logits, which both then share
         in_lane = self._at[0] == lane  # (C,)
         rows = self._row[in_lane]  # (c,)
         turn = torch.arange(len(self._row), device=rows.device) % len(rows)  # (C,)
-        other = Predictions(
-            self.masked,
-            self.all_mask,
-            self._features,
-            torch.where(in_lane, self._row, rows[turn]),
-            self._head,
-            self._excluded,
-            columns=self._columns,
-            masked_at=self._at,
-            filters=self._filters,
-            step=self._step,
-        )
-        for name, values in self._computed.items():
-            if name != "target":  # the logits of targets are by masked position
-                other._computed[name] = values
-        other._logits_kept = self._logits_kept
-        return other
+        row = torch.where(in_lane, self._row, rows[turn])
+        return self._from_rows(slice(None), row, self._at, self.masked, self.all_mask)
 
     @property
     def unfiltered(self) -> Predictions:
@@ -158,9 +142,30 @@ class Predictions:
         `masked` (r, w): these positions in the lanes of the part. `at` (C,) each: the lane and position of every masked
         position of the whole, as the part counts them.
         """
-        self._statistic("logit")  # the first pass over the logits, which all parts then share
         rows, row = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
-        part = Predictions(
+        at = tuple(plane[keep] for plane in at)  # (c,) each
+        part = self._from_rows(rows, row, at, masked, all_mask)
+        if self._targets is not None:
+            part._targets = self._targets[keep]
+        if "target" in self._computed:
+            part._computed["target"] = self._computed["target"][keep]
+        part._part_of = self.whole
+        return part
+
+    def _from_rows(
+        self,
+        rows: torch.Tensor | slice,
+        row: torch.Tensor,
+        at: tuple[torch.Tensor, ...],
+        masked: torch.Tensor,
+        all_mask: torch.Tensor,
+    ) -> Predictions:
+        """Predictions from some `rows` (u,) of the features, without targets; what was computed of them is kept.
+
+        The other arguments are those of `Predictions`; `row` (c,) counts within `rows`, and `at` is `masked_at`.
+        """
+        self._statistic("logit")  # the first pass over the logits, which this object and the new one then share
+        selected = Predictions(
             masked,
             all_mask,
             self._features[rows],
@@ -168,18 +173,15 @@ class Predictions:
             self._head,
             self._excluded,
             columns=self._columns,
-            masked_at=tuple(plane[keep] for plane in at),
+            masked_at=at,
             filters=self._filters,
             step=None if self._step is None else self._step[rows],
         )
         for name, values in self._computed.items():
-            # the logits of targets are by masked position, all other statistics by row of features
-            kept = keep if name == "target" else rows
-            part._computed[name] = values[kept]
-        part._targets = None if self._targets is None else self._targets[keep]
-        part._logits_kept = None if self._logits_kept is None else self._logits_kept[rows]
-        part._part_of = self.whole
-        return part
+            if name != "target":  # logits of targets are by masked position, all other statistics by row of features
+                selected._computed[name] = values[rows]
+        selected._logits_kept = None if self._logits_kept is None else self._logits_kept[rows]
+        return selected
 
     @property
     def whole(self) -> Predictions:
