@@ -5,12 +5,10 @@ Shapes: R lanes, W block width.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision, UnmaskingRule
@@ -232,21 +230,24 @@ class Checked(Around):
         """The rule's return value as a Decision; raises DuelError unless its planes fit the lanes."""
         import torch
 
-        decision = Decision(returned) if isinstance(returned, torch.Tensor) else returned
+        decision = returned
+        remark = ""  # on the pick
+        if isinstance(returned, torch.Tensor):
+            decision = Decision(returned)
+            remark = " It returned a plain tensor, not a Decision, so this was taken for the pick."
         if not isinstance(decision, Decision):
             raise DuelError(
                 f"{self._with_place} must return a Decision or a boolean tensor (R, W), True at the masked positions "
                 f"to reveal next; got {type(decision).__name__}."
             )
-        with _taken_for_the_pick(returned):
-            self._require_form("pick", decision.pick, lanes)
+        self._require_form("pick", decision.pick, lanes, remark)
         for plane in decision.memory:
             self._require_form("memory", plane, lanes)
         if decision.decision_margin is not None:
             self._require_form("decision_margin", decision.decision_margin, lanes)
         return decision
 
-    def _require_form(self, name: str, plane: Any, lanes: Any) -> None:
+    def _require_form(self, name: str, plane: Any, lanes: Any, remark: str = "") -> None:
         """Raise DuelError unless a part of a decision is a tensor of the lanes' shape on their device."""
         import torch
 
@@ -269,7 +270,7 @@ class Checked(Around):
             count, width = masked.shape
             raise DuelError(
                 f"{self._with_place}: its {name} must be {FORMS[name]} with R, W = {count}, {width} on "
-                f"{masked.device}; got {got}.{advice}"
+                f"{masked.device}; got {got}.{advice}{remark}"
             )
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:
@@ -293,19 +294,6 @@ class Checked(Around):
 
     def __str__(self) -> str:
         return str(self.rule)
-
-
-@contextlib.contextmanager
-def _taken_for_the_pick(returned: Any) -> Iterator[None]:
-    """Say in an error about the pick that the rule returned no Decision, if so."""
-    try:
-        yield
-    except DuelError as error:
-        if isinstance(returned, Decision):
-            raise
-        raise DuelError(
-            f"{error} It returned a plain tensor, not a Decision, so this was taken for the pick."
-        ) from None
 
 
 def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
