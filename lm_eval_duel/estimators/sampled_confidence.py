@@ -30,13 +30,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.logits import top_of
+from lm_eval_duel.core.logits import log_p1, log_p_of, top_of
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import ArgmaxTokens, SampledTokens, Step, TokenSource
 from lm_eval_duel.core.scores import Counts, Sample, Score
@@ -355,10 +354,9 @@ def scores_of_vocabulary(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """The score of every token under softmax(scale x logits), for logits (u, V), float64 (u, V)."""
     scaled = logits.double() * scale  # (u, V)
     top = top_of(scaled)
-    log_p_top = -F.softplus(-top.confidence)  # (u,) log P1
-    score = scaled - top.logit[:, None] + log_p_top[:, None]  # (u, V) log p of every token
+    score = log_p_of(scaled, top)  # (u, V)
     # only the top token may be more probable than 1/2
-    top_score = torch.where(top.confidence > 0, top.confidence - math.log(2), log_p_top)  # (u,)
+    top_score = torch.where(top.confidence > 0, top.confidence - math.log(2), log_p1(top.confidence))
     top_score = top_score.clamp(max=LARGEST)
     return score.scatter_(1, top.token[:, None], top_score[:, None])
 
