@@ -214,7 +214,10 @@ def _next_step_table(counts: StepCounts, device: torch.device) -> torch.Tensor:
 class UntimedStates:
     """The number of masked positions tells the next step, so a state needs no entry for each step: T = 1."""
 
-    count = 1  # T
+    @property
+    def count(self) -> int:
+        """T, the number of entries of alpha for each state."""
+        return 1
 
     def wait(self, log_alpha: torch.Tensor, size: int) -> torch.Tensor:
         """log p that states of `size` positions are still there at each step, (X, T), from alpha (X, T)."""
@@ -239,7 +242,7 @@ class TimedStates(UntimedStates):
     shares: torch.Tensor  # (T,) r_i; the last one is 1
 
     @property
-    def count(self) -> int:  # type: ignore[override]
+    def count(self) -> int:
         return len(self.shares)
 
     def wait(self, log_alpha: torch.Tensor, size: int) -> torch.Tensor:
