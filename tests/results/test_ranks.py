@@ -136,3 +136,23 @@ def test_a_report_says_how_many_pairs_it_leaves_out_and_how_to_get_them(content,
     everything = collect(parse([str(tmp_path), "--out", "unused", "--pairs", "all"]))
     assert len(everything.tasks["sotu"].pairs) == task.possible_pairs
     assert not any("--pairs" in note.advice for note in everything.notes)
+
+
+@pytest.mark.parametrize(("metric", "unit"), [("token_perplexity", "token"), ("word_perplexity", "word")])
+def test_differences_on_the_page_are_in_the_unit_of_the_values(content, tmp_path, metric, unit):
+    """In the remark on the columns of differences, and in the heading of the other pairs."""
+    shown = page.html(collect(parse([str(tmp_path), "--page", "--out", "unused", "--metric", metric])), None)
+
+    assert set(re.findall(r"nats per (\w+)", shown)) == {unit}
+
+
+def test_the_page_does_not_speak_of_ties_or_intervals_that_it_does_not_have(content, tmp_path):
+    alone = tmp_path / "alone"
+    for nats in (-90, -130):
+        hf(alone, model=f"AR{nats}", docs={"sotu": documents([nats], [20])})
+
+    without = page.about(collect(parse([str(alone), "--page", "--out", "unused"])))
+
+    for sentence in ("Ranks are by value", "Intervals are"):
+        assert sentence in page.about(content)
+        assert sentence not in without
