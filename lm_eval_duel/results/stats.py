@@ -356,7 +356,10 @@ def compare(
     # documents in the order of a report, so that the intervals are the same
     order = []
     for n in sorted(range(len(a)), key=lambda n: first.keys[n]):
-        is_empty = not first.counts[unit][n] and not second.counts[unit][n]
+        is_empty = True  # a text of white space has no words, but a log-probability: it counts
+        for texts in (first, second):
+            if texts.counts[unit][n] or texts.log_probs[n]:
+                is_empty = False
         if not is_empty:  # an empty text says nothing about others
             order.append(n)
     table = np.empty((len(order), 2, 2))  # (documents, sides, nats and units)

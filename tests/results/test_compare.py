@@ -164,6 +164,19 @@ def test_the_monte_carlo_error_widens_the_interval():
     assert width(drawn) == pytest.approx(math.hypot(width(exact), 2 * 1.96 * error), rel=0.1)
 
 
+def test_a_text_without_a_word_counts_in_the_interval_as_in_the_difference():
+    """It is far worse under the first model, which is better on all other texts: so there is no verdict."""
+    a = [text_score(f"some text {n}", -30.0 - n, 10) for n in range(12)]
+    b = [text_score(f"some text {n}", -31.0 - 1.1 * n, 10) for n in range(12)]
+
+    pair = compare([*a, text_score("   ", -50.0, 3)], [*b, text_score("   ", -10.0, 3)], unit="word")
+
+    assert pair.difference > 0
+    low, high = pair.interval
+    assert low < 0 < pair.difference < high
+    assert not pair.better
+
+
 EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), text_tokens=0, log_prob=0.0)
 BETTER = scores()
 WORSE = scores(0.05, seed=2)
