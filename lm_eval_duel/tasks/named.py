@@ -138,12 +138,13 @@ def tasks_in(folders: Iterable[str | Path]) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
     existing = [str(folder) for folder in folders if Path(folder).is_dir()]
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    log = logging.getLogger("lm_eval.tasks._index")  # where it warns of files that it passes over, and of equal names
+    was_disabled = log.disabled
+    log.disabled = True
     try:
         return TaskManager(include_path=existing, include_defaults=False)
     finally:
-        logging.disable(before)
+        log.disabled = was_disabled
 
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
