@@ -53,9 +53,8 @@ class Audit:
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
     comparisons: Comparisons = dataclasses.field(default_factory=Comparisons)  # of values with each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
-    warnings: list[str] = dataclasses.field(
-        default_factory=list
-    )  # no fault of the package, but an argument may be wrong
+    # Of an argument that may be wrong. They are no failures of the package.
+    warnings: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)  # that concern no single window
 
     @property

@@ -27,12 +27,12 @@ def scored_tokens(windows: Iterable[Window]) -> Counter[int]:
 def unigram_perplexity(counts: Mapping[int, int], vocabulary: int) -> float:
     """The token perplexity of texts if each token is predicted by the shares of all others; NaN without tokens.
 
-    As many tokens as there are distinct ones are added, spread over the vocabulary, since a token that comes once is
-    not among the others. Of n tokens, d of them distinct, over V tokens, one that comes c times has the probability
-    (c - 1 + d / V) / (n - 1 + d).
+    As many tokens as there are distinct ones are added, spread over the vocabulary, since a token that occurs
+    once is not among the others. Of n tokens, d of them distinct, over V tokens, one that occurs c times has the
+    probability (c - 1 + d / V) / (n - 1 + d).
 
     Args:
-        counts: How often each token comes.
+        counts: How often each token occurs.
         vocabulary: The number of tokens that the network may predict, V.
     """
     tokens = sum(counts.values())
