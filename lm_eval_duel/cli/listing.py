@@ -236,8 +236,7 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
     if what == "tasks":
         parts.append(f"--include_path {task_folder()}")
     if what == "presets":
-        about = _about_presets(names)
-        parts.append(about if names else textwrap.fill(about, width, break_on_hyphens=False))
+        parts.append(_try_presets(names) if names else _no_presets(width))
     return "\n\n".join(parts)
 
 
@@ -255,28 +254,38 @@ def _own_rules(names: Sequence[str]) -> tuple[list[str], dict[str, type[rules.Ru
 
 def _known_names(what: str, names: Sequence[str], table: Rows) -> list[str]:
     """The names, with those of a table in place of a word that is a part of them; others are as they were."""
-    known: list[str] = []
+    names_of_rows: list[str] = []
     for row in table:
-        known += row[0].split()
+        names_of_rows += row[0].split()
     result = []
     for name in names:
-        parts = []
-        if len(name) > 2:
-            parts = [each for each in known if name.lower() in each.lower()]
-        if what == "presets" and name not in known:
+        if name in names_of_rows:
+            result.append(name)
+            continue
+        matches = []
+        for each in names_of_rows:
+            if len(name) > 2 and name.lower() in each.lower():  # one or two letters are a part of nearly all
+                matches.append(each.strip("()"))  # aliases stand in parentheses
+        if what == "presets":
             presets.require_covered("preset", name)
-            parts += [preset.name for preset in presets.ENTRIES if name in preset.families]
-        result += [name] if name in known or not parts else [part.strip("()") for part in parts]
+            for preset in presets.ENTRIES:
+                if name in preset.families:
+                    matches.append(preset.name)
+        result += matches or [name]
     return result
 
 
-def _about_presets(names: Sequence[str]) -> str:
-    """With names, how to try each preset on a bundled network; without, the samplers that are no presets."""
-    if not names:
-        cannot = f"These samplers cannot be scored, so they are not presets: {', '.join(presets.REFUSED)}."
-        return (
-            f"{cannot} With a NAME: the reason, or for a preset the command that tries its rule on a bundled network."
-        )
+def _no_presets(width: int) -> str:
+    """The samplers that are no presets."""
+    text = (
+        f"These samplers cannot be scored, so they are not presets: {', '.join(presets.REFUSED)}. With a NAME: the "
+        "reason, or for a preset the command that tries its rule on a bundled network."
+    )
+    return textwrap.fill(text, width, break_on_hyphens=False)
+
+
+def _try_presets(names: Sequence[str]) -> str:
+    """How to try the rule of each preset on a bundled network."""
     lines = ["To try the same rule on a bundled network:"]
     for name in dict.fromkeys(names):
         model_args = presets.find(name).for_demo
