@@ -69,6 +69,11 @@ class ScoredModel:
         return self.total.value.word
 
     @property
+    def _is_drawn(self) -> bool:
+        """True if its values depend on random numbers, and so have an error."""
+        return registry.find(self.estimator).monte_carlo is not None
+
+    @property
     def pretrained(self) -> str:
         return self.info["duel"]["pretrained"]
 
@@ -121,14 +126,13 @@ class ScoredModel:
     def table(self) -> str:
         """The scores as text, with what the numbers are below."""
         lines = [*self.lines, self.total] if len(self.lines) > 1 else self.lines
-        drawn = registry.find(self.estimator).monte_carlo is not None
         shown: Columns = {
             "document": lambda line: line.name,
             "tokens": lambda line: number(line.tokens, "d"),
-            "log_prob": lambda line: shown_log_prob(line.value, drawn),
+            "log_prob": lambda line: shown_log_prob(line.value, self._is_drawn),
         }
         for metric in RATES:
-            shown[metric] = _rate(metric, drawn)
+            shown[metric] = _rate(metric, self._is_drawn)
         table = Table.from_records("", lines, shown).text()
         return "\n".join([table, "", *self._about(), f"fingerprint {self.info['fingerprint']}"])
 
@@ -152,7 +156,7 @@ class ScoredModel:
         if monte_carlo is not None and value.error is None:
             yield monte_carlo.unknown(spec)
         if self.documents_stderr is not None:
-            bits = _rate("bits_per_byte", monte_carlo is not None)(self.total)
+            bits = _rate("bits_per_byte", self._is_drawn)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
         distinct = len({line.key for line in self.lines})
         if distinct < len(self.lines):

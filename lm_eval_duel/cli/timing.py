@@ -37,6 +37,7 @@ TIMED = ("duel", "two_phase", "elbo")  # besides the run's own estimator
 WINDOWS = 4  # are timed together
 SECONDS = 10.0  # unless the first of them takes longer than this
 AT_LEAST = "≥ "
+AT_MOST = "≤ "
 ABOUT = "~ "
 HEADER = ("estimator", "NFE", "calls", "rows", "token-rows", "time", "peak MiB", "what it gives")
 
@@ -222,7 +223,7 @@ def table(
         if any(cell.startswith(sign) for cell in cells):
             lines.append(f"{sign}{meaning}")
     if bounded:
-        known = "are at most that" if bounded == "≤ " else "have no bound"
+        known = "are at most that" if bounded == AT_MOST else "have no bound"
         lines.append(f"{bounded}one position a step is counted: this rule's steps depend on the text, and {known}.")
     return "\n".join([*lines, *notes])
 
@@ -233,7 +234,7 @@ def _steps(lm: DuelMDM) -> str:
     setting = cost.Setting(lm.denoiser, rule, lm.estimator.block, lm.estimator.grid)
     if setting.is_exact:
         return ""
-    return ABOUT if rule.may_pick_none else "≤ "
+    return ABOUT if rule.may_pick_none else AT_MOST
 
 
 def _count(value: float | None, sign: str) -> str:
