@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import signal
 
 import pytest
 
@@ -10,6 +11,7 @@ from lm_eval_duel.audit import verify
 from lm_eval_duel.cli import audit, audited_run
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
+from lm_eval_duel.core.reveal import Interrupted
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, documentation
 from lm_eval_duel.estimators import totals
@@ -241,17 +243,24 @@ def test_a_text_that_a_unigram_predicts_better_is_noted(folder, texts, capsys):
     assert verdict.startswith("PASS: ") and verdict.endswith("Above: 1 warning.")
 
 
-@pytest.mark.parametrize("step", ["network_check.compare", "company", "contradictions"])
-def test_an_interrupted_audit_says_what_it_has_compared(step, folder, texts, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "error", "code"),
+    [
+        ("network_check.compare", KeyboardInterrupt(), 130),
+        ("company", Interrupted(signal.SIGTERM), 143),
+        ("contradictions", KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_interrupted_audit_says_what_it_has_compared(step, error, code, folder, texts, capsys, monkeypatch):
     """After the network or before it, before the windows, and before values are compared with each other."""
 
     def interrupted(*_):
-        raise KeyboardInterrupt
+        raise error
 
     *module, name = step.split(".")
     monkeypatch.setattr(getattr(audited_run, module[0]) if module else audited_run, name, interrupted)
 
-    assert exit_code("audit", *command(folder, texts)) == 130
+    assert exit_code("audit", *command(folder, texts)) == code
 
     printed = capsys.readouterr()
     assert "PASS" not in printed.out

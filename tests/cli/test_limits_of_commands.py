@@ -178,6 +178,14 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     assert findings.failures == []
 
 
+def test_an_interrupted_audit_names_what_differs_and_what_is_missing():
+    findings = Audit("float32", checked=[checked(0)])
+    assert findings.interrupted(["a", "b"]).endswith("Not compared: the windows and numbers of a, b.")
+    assert findings.interrupted([]).endswith("Not compared: values and totals with each other.")
+    findings.problems = ["a problem", "another"]
+    assert findings.interrupted([]).endswith(" What differs: a problem; another.")
+
+
 def test_everything_that_differs_is_a_failure():
     other_network = SimpleNamespace(differs=True, what="network")
     same_weights = SimpleNamespace(differs=False, what="weights")

@@ -461,13 +461,19 @@ def test_a_comparison_says_what_was_scored(folder, tmp_path, capsys, caplog):
 
 
 def test_copies_of_a_text_are_one_document_of_an_error(folder, tmp_path, capsys):
-    """The error of each text once, as the two are of the same size; none from copies of one text."""
+    """The error of each text once, as the two are of the same size; none from copies of one text. Copies are named."""
     errors = []
     for copies in (["a b c"], ["a b c", "a b c"], ["a b c", "c b a"], ["a b c", "c b a", "a b c", "c b a"]):
         texts = tmp_path / "texts.txt"
         texts.write_text("\n".join(copies))
         out = tmp_path / "out.json"
-        run(str(texts), "--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(out), capsys=capsys)
+        words = ("--lines", "--model_args", f"pretrained={folder},block=4", "--json", str(out))
+        printed = run(str(texts), *words, capsys=capsys)
+        told = re.search(r"(\d+) distinct documents? among (\d+)", printed)
+        has_copies = len({*copies}) < len(copies)
+        assert (told is not None) == has_copies
+        if told:
+            assert [int(count) for count in told.groups()] == [len({*copies}), len(copies)]
         errors.append(json.loads(out.read_text())["total"]["bits_per_byte_documents_stderr"])
     assert errors[:2] == [None, None]
     assert errors[3] == pytest.approx(errors[2])
@@ -494,6 +500,16 @@ def test_rows_stand_in_the_order_of_the_command(folder, texts, tmp_path, capsys)
             of_first = first["spec"].get(key, "not set")
             assert f"{key}: {model['spec'].get(key, 'not set')} (model 1: {of_first})" in line
         assert line.count("(model 1: ") == len(differing)
+
+
+def test_what_only_one_of_two_estimators_has_is_no_difference_in_settings(folder, texts, capsys):
+    """Such as the rule, which an ELBO does not follow; what both have is named if it differs."""
+    model = ("--lines", "--model_args", f"pretrained={folder},rule=greedy,block=4")
+    printed = run(texts, *model, "--compare", "estimator=elbo,mc_samples=4,temperature=2", capsys=capsys)
+    [line] = [line for line in printed.splitlines() if line.startswith("model 2 differs from model 1 in ")]
+    assert "estimator: elbo (model 1: duel)" in line
+    for key in ("rule", "mc_samples"):
+        assert f"{key}: " not in line
 
 
 @pytest.mark.slow

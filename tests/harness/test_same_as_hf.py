@@ -138,3 +138,15 @@ def test_numbers_that_differ_by_default_are_named(both, name, caplog, monkeypatc
             expected, _ = expected
         differs = abs(value - expected) > 1e-3
         assert ("--model hf" in caplog.text) == differs, (kind, value, expected)
+
+
+def test_a_bos_that_the_user_has_chosen_is_not_questioned(both, caplog, monkeypatch):
+    for own, is_named in (({}, True), ({"bos": "given"}, False)):
+        monkeypatch.setitem(SETTINGS, "plain", (False, True, {}, own))
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copytree", lambda source, target: source)  # it is read only
+            _, ours = both("plain")
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            answers(ours, "loglikelihood", ("We the", " people"))
+        assert ("--model hf" in caplog.text) == is_named
