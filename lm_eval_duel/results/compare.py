@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import gaps, match, order, ranks, rows
+from lm_eval_duel.results.doubts import FULL_PRECISION
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.ranks import Place
 from lm_eval_duel.results.rows import Row
@@ -419,7 +420,7 @@ def _precision(compared: Sequence[Run]) -> list[str]:
     """Notes on networks in low precision, whose orders and sums are coarser."""
     notes = []
     for run in compared:
-        if run.config.dtype not in ("float32", "float64"):
+        if run.config.dtype not in FULL_PRECISION:
             remedy = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
             notes.append(f"{run.label} ran in {run.config.dtype}{remedy}: {run.short_name}")
     return notes

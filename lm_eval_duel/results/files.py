@@ -427,7 +427,7 @@ def _joined(arguments: Mapping[str, Any]) -> str:
     kept = {}
     pairs = []
     for key, value in arguments.items():
-        if key == "trace":  # the rows of a lattice run have their intervals from it
+        if key == "trace":  # its folder may be private
             value = re.split(r"[/\\]", str(value))[-1]
         kept[key] = value
         pairs.append(f"{key}={value}")

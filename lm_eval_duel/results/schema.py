@@ -92,8 +92,8 @@ def _texts(values: list[Any]) -> list[str]:
     return list(map(str, values))
 
 
-def _verify(found: Json) -> dict[str, Any]:
-    return typed(found, VERIFY)
+def _verify(entries: Json) -> dict[str, Any]:
+    return typed(entries, VERIFY)
 
 
 def _duel(duel: Json) -> dict[str, Any]:

@@ -188,13 +188,16 @@ class Company(Rule):
 """
 
 
-@pytest.mark.parametrize("command", ["run", "score"])
+@pytest.mark.parametrize("command", ["run", "score", "compare"])
 def test_windows_that_differ_under_verify_end_in_exit_code_1_with_results(command, tmp_path, monkeypatch, capsys):
     (tmp_path / f"company_of_{command}.py").write_text(READS_THE_NUMBER_OF_LANES)
     texts = tmp_path / "texts.txt"
     texts.write_text("We the people of the United States, in order to form a more perfect union.")
     monkeypatch.setattr(sys, "argv", sys.argv)  # `run` replaces it
-    args = ["--model_args", f"demo-bd,rule={tmp_path}/company_of_{command}.py:Company,verify=1", "--device", "cpu"]
+    odd = f"rule={tmp_path}/company_of_{command}.py:Company,verify=1"
+    args = ["--model_args", f"demo-bd,{odd}", "--device", "cpu"]
+    if command == "compare":  # the other model of `score`
+        args = ["--model_args", "demo-bd,rule=greedy", "--compare", odd, "--device", "cpu"]
 
     with pytest.raises(SystemExit) as stopped:
         if command == "run":
@@ -204,7 +207,7 @@ def test_windows_that_differ_under_verify_end_in_exit_code_1_with_results(comman
 
     assert stopped.value.code == 1
     printed = capsys.readouterr()
-    if command == "score":  # lm-eval's table is followed by ours in a process of its own
+    if command != "run":  # lm-eval's table is followed by ours in a process of its own
         assert "1 of 1 windows differ" in printed.out
     assert "1 of 1 windows differ" in printed.err.splitlines()[-1]
     assert list(tmp_path.rglob("results_*.json" if command == "run" else "out.json"))
