@@ -285,7 +285,7 @@ def _no_presets(width: int) -> str:
 
 
 def _try_presets(names: Sequence[str]) -> str:
-    """How to try the rule of each preset on a bundled network."""
+    """The commands that try the rule of each preset on a bundled network."""
     lines = ["To try the same rule on a bundled network:"]
     for name in dict.fromkeys(names):
         model_args = presets.find(name).for_demo
