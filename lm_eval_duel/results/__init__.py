@@ -11,7 +11,8 @@ A number on its way from a file to a table:
                                      (stats.py), the gap that it closes and what its cache costs
                        standings.py  the rows of one method over tasks: means and ranks
                        costs.py      the time of each run, over the times of others
-    tables             columns.py    which columns a table has; table.py: numbers as text, and the table's forms
+    tables             columns.py    which columns a table of rows has, and run_tables.py: one of whole runs; table.py:
+                                     numbers as text, and the table's forms
     report.md, ...     report.py     what a report consists of; headlines.py: its sentences; published.py: figures of
                                      others; files.py: report.json and report.csv
                        figures.py, page.py

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.results import columns, gaps, ranks
+from lm_eval_duel.results import columns, gaps, ranks, run_tables
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import CLOSE, EXACT, MONTE_CARLO, Pair
 from lm_eval_duel.results.ranks import TIED, Place
@@ -73,12 +73,12 @@ def columns_of(report: Report) -> list[Column]:
         for name, task in report.tasks.items():
             shown.append(of_task(name, task))
     for name in report.scored:
-        for metric in columns.metrics_of(name, report.runs):
+        for metric in run_tables.metrics_of(name, report.runs):
             shown.append(_average_column(name, metric))
     return [
         *shown,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
-        Column("seconds per token", _seconds, "time", about=columns.WALL_TIME),
+        Column("seconds per token", _seconds, "time", about=run_tables.WALL_TIME),
         Column("device", lambda row: row.method.device, "source"),
         Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
         Column("fingerprint", lambda row: row.method.fingerprint, "source"),
@@ -188,7 +188,7 @@ def _average_column(name: str, metric: str) -> Column:
 
     def cell(row: Standing) -> Cell:
         run = row.method.scored.get(name)
-        return "" if run is None else columns.average(run, name, metric)
+        return "" if run is None else run_tables.average(run, name, metric)
 
     return Column(f"{name} {metric}", cell, "average")
 

@@ -23,6 +23,7 @@ from lm_eval_duel.results import (
     order,
     published,
     read,
+    run_tables,
     standings,
     traced,
 )
@@ -83,9 +84,9 @@ class Report:
             for kind, table in columns.of_task(task):
                 yield name, kind, table
         for name in self.scored:
-            yield name, "accuracy", columns.accuracies(name, self.runs, self.baselines)
+            yield name, "accuracy", run_tables.accuracies(name, self.runs, self.baselines)
         if self.costs:
-            yield "", "cost", columns.cost(self.costs)
+            yield "", "cost", run_tables.cost(self.costs)
 
 
 # ---------------------------------------------------------------- what is compared
@@ -283,7 +284,7 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     for source in report.published:
         parts.append(f"## Published: {escape(source['source'])}")
         parts += [published.UNCHECKED, published.table(source).markdown()]
-    listed = columns.files(report.runs, report.baselines)
+    listed = run_tables.files(report.runs, report.baselines)
     return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
 
 

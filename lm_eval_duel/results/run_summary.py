@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.results import columns, read, rows
+from lm_eval_duel.results import read, rows, run_tables
 from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
@@ -33,7 +33,7 @@ def summary(content: Mapping[str, Any]) -> str:
         every_row += of_task
     parts = []
     if every_row:
-        parts.append(columns.summary(every_row).markdown())
+        parts.append(run_tables.summary(every_row).markdown())
     remarks = [*_remarks(run), *_generated(run), *doubts(run.config.duel)]
     if remarks:
         parts.append("\n".join(remarks))
@@ -46,7 +46,7 @@ def _remarks(run: Run) -> Iterator[str]:
     for name in run.every_task:
         metrics: dict[str, list[str]] = {}
         for metric in run.scores(name):
-            cell = columns.average(run, name, metric)
+            cell = run_tables.average(run, name, metric)
             if isinstance(cell, tuple):
                 _, remark = cell
                 metrics.setdefault(remark, []).append(metric)

@@ -14,7 +14,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import columns, compare, gaps, page, page_columns, published, read, run_summary
+from lm_eval_duel.results import columns, compare, gaps, page, page_columns, published, read, run_summary, run_tables
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.table import Note, Table
@@ -370,7 +370,7 @@ def test_columns_of_the_page(tmp_path, tasks):
         hidden |= {"next", "gap", "closed"}
     assert groups - checked == hidden
     assert {"value", "next", "lowest", "bits", "gap", "closed", "average", "cost", "time", "source"} <= groups
-    assert columns.WALL_TIME in shown
+    assert run_tables.WALL_TIME in shown
 
     [duel] = [row for row in content.standings.rows if row.method.is_duel]
     cells = {column.head: column.cell(duel) for column in page_columns.columns_of(content)}

@@ -10,7 +10,7 @@ import pytest
 from results import documents, edit, hf, ours, per_token, put
 
 from lm_eval_duel.cli.report import parse
-from lm_eval_duel.results import columns, costs, files, read
+from lm_eval_duel.results import columns, costs, files, read, run_tables
 from lm_eval_duel.results.report import collect
 
 TOKENS = (20, 40, 30)
@@ -121,7 +121,7 @@ def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
     [with_cost] = [compared for compared in content.tasks["sotu"].rows if compared.cache_cost]
 
     cache_of_row = columns.names_of_rows(rows)["cache"]
-    cache_of_run = columns.names_of_runs(content.runs, [])["cache"]
+    cache_of_run = run_tables.names_of_runs(content.runs, [])["cache"]
     assert [cache_of_row(row) for row in rows] == ["none", "dual"]
     assert sorted(cache_of_run(run) for run in content.runs) == ["dual", "none"]
 
@@ -137,9 +137,9 @@ def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
     [
         ("duel", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", None),
         ("duel", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", None),
-        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", columns.NOT_DECODED),
-        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", columns.NOT_DECODED),
-        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", columns.FROM_BOUND),
+        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", run_tables.NOT_DECODED),
+        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", run_tables.NOT_DECODED),
+        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", run_tables.FROM_BOUND),
         ("elbo", "f1", "loglikelihood", 0.0, "0.5000 ± ?", None),
         ("elbo", "f1", "loglikelihood", None, "0.5000 ± ?", None),
     ],
@@ -152,17 +152,17 @@ def test_an_accuracy(tmp_path, estimator, metric, output, error, text, remark):
     put(file, ["configs", "choice"], {"output_type": output})
     [run] = read.runs([tmp_path])
 
-    cell = columns.average(run, "choice", metric)
+    cell = run_tables.average(run, "choice", metric)
 
     assert cell == (text if remark is None else (text, remark))
-    assert columns.average(run, "choice", "other") == ""
+    assert run_tables.average(run, "choice", "other") == ""
 
 
 def test_the_costs_of_a_run(tmp_path):
     duel = {"peak_memory_bytes": 3 * 2**20, "forwards": 1234, "rows": 5678, "seconds": 9.0}
     ours(tmp_path, docs=docs(), duel=duel, total_evaluation_time_seconds="31.5")
 
-    cells = cells_of(columns.cost(board(tmp_path).costs))
+    cells = cells_of(run_tables.cost(board(tmp_path).costs))
 
     assert cells["s per token"] == "0.1"
     assert cells["whole run, s"] == "31.5"
@@ -180,7 +180,7 @@ def test_costs_of_a_part_of_a_run_are_remarked_in_every_form(tmp_path):
     report = board(tmp_path)
 
     [cost] = [cost for cost in report.costs if not cost.baseline]
-    table = columns.cost([cost])
+    table = run_tables.cost([cost])
     cells = cells_of(table)
     [mark] = [mark for mark, remark in table.remarks.items() if remark.fact == costs.CACHED]
     assert cells["s per token"] == mark

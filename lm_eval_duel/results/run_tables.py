@@ -1,0 +1,161 @@
+"""The tables of whole runs: the values of one, averages, costs, and the results files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.columns import WHOLE_TARGET, names_of_rows, through, value
+from lm_eval_duel.results.costs import RunCost
+from lm_eval_duel.results.doubts import doubts
+from lm_eval_duel.results.rows import Row, baseline_remark
+from lm_eval_duel.results.runs import Run, common_folder, documents_scored
+from lm_eval_duel.results.table import WORDS, Cell, Columns, Table, number
+from lm_eval_duel.rules import without_defaults
+
+SPEC = (  # the entries of a spec that are listed
+    *("estimator", "rule", "block", "cache", "cheap_cache", "sample"),
+    *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
+    *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
+)
+NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
+FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
+COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
+WALL_TIME = "wall time of single runs: other programs on the machine change it"
+
+
+# ---------------------------------------------------------------- names
+
+
+def names_of_runs(runs: Sequence[Run], baselines: Collection[Run]) -> Columns:
+    """The columns that name whole runs. The cache is named if any of them is under one."""
+    any_cache = any(run.has_cache for run in runs)
+    return {
+        "model": lambda run: run.label,
+        "estimator": lambda run: run_title(run, run in baselines),
+        "rule": lambda run: without_defaults(run.config.rule or ""),
+        "block": lambda run: WHOLE_TARGET if run.config.block == "none" else run.config.block,
+        "cache": lambda run: run.config.cache if any_cache else "",
+    }
+
+
+def run_title(run: Run, baseline: bool) -> str:
+    """The estimator of a run, or that it was a lattice run, and whether it is the baseline."""
+    entry = registry.find(run.config.estimator)
+    name = "Lattice" if entry.lattice else entry.title
+    return f"{name} ({baseline_remark(entry)})" if baseline else name
+
+
+# ---------------------------------------------------------------- tables
+
+
+def summary(rows: Sequence[Row]) -> Table:
+    """The values of one run, with the kind and the error of each."""
+    shown: Columns = {
+        "task": lambda row: row.task,
+        **names_of_rows(rows),
+        "value": value,
+        "unit": lambda row: WORDS[row.metric],
+        "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
+        "kind": _kind,
+        "error (±)": _error,
+        "s.e. over windows": lambda row: number(row.window_stderr, ".2g"),
+    }
+    return Table.from_records("", rows, shown)
+
+
+def _kind(row: Row) -> str:
+    in_doubt = ", in doubt" if doubts(row.run.config.duel) else ""
+    return f"{row.score.short_label}{in_doubt}"
+
+
+def _error(row: Row) -> str:
+    """The error that stands behind ±, the reason that it is not known, or a dash."""
+    if row.entry.monte_carlo is None:
+        return "-"  # nothing is drawn
+    return row.stderr_reason or row.entry.monte_carlo.error
+
+
+def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
+    """Averages of a task other than perplexities, with the harness's standard errors."""
+    runs = [run for run in runs if run.scores(name)]
+    metrics = metrics_of(name, runs)
+    shown = names_of_runs(runs, baselines)
+    for metric in metrics:
+        shown[metric] = lambda run, metric=metric: average(run, name, metric)
+    shown["documents"] = lambda run: documents_scored(run.every_task[name].size, run.every_task[name].available)
+    for key in ("version", "shots"):
+        shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
+    return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
+
+
+def metrics_of(name: str, runs: Sequence[Run]) -> list[str]:
+    """The averages of a task other than perplexities that any run has."""
+    metrics: dict[str, None] = {}
+    for run in runs:
+        metrics |= dict.fromkeys(run.scores(name))
+    return list(metrics)
+
+
+def average(run: Run, name: str, metric: str) -> Cell:
+    """An average other than a perplexity, with the harness's standard error."""
+    if metric not in run.scores(name):
+        return ""
+    score, error = run.scores(name)[metric]
+    text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
+    without_filter, _, _ = metric.partition(" (")
+    output_type = run.every_task[name].output_type
+    entry = registry.find(run.config.estimator)
+    if output_type == "loglikelihood" and without_filter == COUNTED and not entry.decodes:
+        return text, NOT_DECODED
+    if output_type == "multiple_choice" and entry.kind.is_bound:
+        return text, FROM_BOUND
+    return text
+
+
+def cost(costs: Sequence[RunCost]) -> Table:
+    """Time, network calls and memory of each run; those of a part of a run have a remark that says so."""
+    shown: Columns = {
+        **through(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
+        "estimator": lambda cost: cost.name,
+        "s per token": lambda cost: (number(cost.time.seconds_per_token, ".3g"), cost.time.remark),
+        "forwards": _count("forwards"),
+        "rows": _count("rows"),
+        "peak MiB": _count("peak_memory_bytes", 2**20),
+        "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
+        "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
+        "whole run, s": lambda cost: (number(cost.time.whole_run, ".1f"), cost.time.remark),
+    }
+    return Table.from_records("Cost", costs, shown, f"Times are {WALL_TIME}.")
+
+
+def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
+    """The cells of a count in config.duel; empty where there is none."""
+
+    def cell(cost: RunCost) -> Cell:
+        count = cost.run.config.duel.get(key)
+        return None if count is None else (number(count / scale, ",.0f"), cost.time.remark)
+
+    return cell
+
+
+def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
+    """The results files and the spec of each."""
+    folder = common_folder(runs)
+    shown: Columns = {
+        "file": lambda run: os.path.relpath(run.name, folder),
+        "model": lambda run: f"{run.label} (AR baseline)" if run in baselines else run.label,
+        "fingerprint": lambda run: run.config.fingerprint,
+        "spec": _spec,
+    }
+    return Table.from_records(f"Below {folder}:", runs, shown)
+
+
+def _spec(run: Run) -> str:
+    """The entries of a run's spec that are listed, without those that are `none`."""
+    entries = []
+    for key in SPEC:
+        if run.spec.get(key, "none") != "none":
+            entries.append(f"{key}={run.spec[key]}")
+    return ", ".join(entries)
