@@ -45,6 +45,13 @@ def _batch_size(value: Any) -> int | str:
     return "auto" if str(value).split(":")[0] == "auto" else COUNT.convert(value)
 
 
+def _preset(name: str) -> str:
+    """The name of a preset; raises DuelError for any other, and says of a rule's how rules are given."""
+    if name in rules.RULES or name in rules.ALIASES:
+        raise DuelError(f"'{name}' is a rule, not a preset: write rule={name}.")
+    return presets.find(name).name
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(NetworkArguments):
     """All model args of one run."""
@@ -57,7 +64,7 @@ class Options(NetworkArguments):
     )
     tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
     preset: str | None = argument(
-        ArgumentType("the name of a preset", lambda value: presets.find(str(value)).name),
+        ArgumentType("the name of a preset", lambda value: _preset(str(value))),
         None,
         "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its authors' code",
     )
@@ -184,6 +191,18 @@ class Options(NetworkArguments):
         """These options with the ids that the rule takes from a tokenizer."""
         rule = self.rule.with_tokenizer(tokenizer)
         return self if rule is self.rule else dataclasses.replace(self, rule=rule)
+
+    @property
+    def preset_as_given(self) -> presets.Preset | None:
+        """The preset, with the values that these options have for its free args; None without a preset."""
+        if self.preset is None:
+            return None
+        preset = presets.find(self.preset)
+        arguments = dict(preset.arguments)
+        for key in preset.free:
+            is_of_rule = key in rules.PARAMETERS
+            arguments[key] = getattr(rules.inner(self.rule) if is_of_rule else self, key)
+        return dataclasses.replace(preset, arguments=arguments)
 
     @property
     def network(self) -> dict[str, Any]:

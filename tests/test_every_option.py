@@ -143,8 +143,8 @@ def test_which_checkpoints_a_preset_fits():
 
     lines = []
     for preset in presets.ENTRIES:
-        fits = [family for family in sorted(families) if answer(presets.require_fit, preset.name, family) is None]
-        assert answer(presets.require_fit, preset.name, None) is None
+        fits = [family for family in sorted(families) if answer(presets.require_fit, preset, family) is None]
+        assert answer(presets.require_fit, preset, None) is None
         lines.append(f"{preset.name}: {' '.join(fits)}; free {' '.join(preset.free)}; {preset.for_any_network}")
     for name, (reason, _) in presets.REFUSED.items():
         lines.append(f"{name}: {reason}")

@@ -287,8 +287,11 @@ def _no_presets(width: int) -> str:
 def _try_presets(names: Sequence[str]) -> str:
     """The commands that try the rule of each preset on a bundled network."""
     lines = ["To try the same rule on a bundled network:"]
-    for name in dict.fromkeys(names):
+    distinct = list(dict.fromkeys(names))
+    for name in distinct:
         model_args = presets.find(name).for_demo
+        if len(distinct) > 1:
+            lines.append(name)
         lines.append(f"{INDENT}lm-eval-duel run demo-mdm --model_args {model_args} --tasks sotu --limit 2")
     return "\n".join(lines)
 

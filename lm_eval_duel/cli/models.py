@@ -7,6 +7,7 @@ not apply to a model's estimator are ignored, and named. A conflict is an error 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -94,8 +95,11 @@ def _given(text: str) -> dict[str, Any]:
         raise DuelError(
             f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."
         )
-    if text.split(",")[0] in RULES:
+    name, _, _ = text.partition(",")
+    if name in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
+    if name in presets.PRESETS and not os.path.isdir(name):
+        raise DuelError(f"--compare {text}: this is a preset, not a checkpoint. Did you mean preset={text}?")
     given: dict[str, Any] = FLAGS["model_args"].read("--compare", text)
     with naming(f"--compare {text}"):
         require_commas(given)

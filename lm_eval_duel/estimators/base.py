@@ -104,7 +104,7 @@ class Estimator(abc.ABC):
 
         `sizes`: batch_size, max_batch_size and traced, to override the options.
         """
-        presets.require_fit(options.preset, denoiser.family, denoiser.block is not None)
+        presets.require_fit(options.preset_as_given, denoiser.family, denoiser.block is not None)
         entry = registry.find(options.estimator)
         module, name = entry.target.split(":")
         constructor = getattr(importlib.import_module(module), name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval_duel.arguments import MISSING, Argument, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
-from lm_eval_duel.errors import DuelError, naming, require_known
+from lm_eval_duel.errors import DuelError, naming, nearest, require_known
 from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule, in_memory, rank
 from lm_eval_duel.rules.checked import repeat_last, with_checks
@@ -28,7 +28,7 @@ from lm_eval_duel.rules.parallel import (
     ThresholdFixed,
     ThresholdRef,
 )
-from lm_eval_duel.rules.presets import require_covered
+from lm_eval_duel.rules.presets import require_covered, require_rule
 from lm_eval_duel.rules.scheduled import CumulativeQuota, Dream, FallingThreshold, Quota, ThresholdUntil
 from lm_eval_duel.rules.scores import (
     Entropy,
@@ -198,6 +198,8 @@ def find(name: str) -> type[Rule]:
     known = [*RULES, *ALIASES]
     if name not in known:
         users.require_colon(name)
+        if not nearest(name, known):
+            require_rule(name)
     require_known("unmasking rule", [name], known)
     return RULES[ALIASES.get(name, name)]
 

@@ -284,6 +284,23 @@ def find(name: str) -> Preset:
     return PRESETS[name]
 
 
+def require_rule(name: str) -> None:
+    """Raise DuelError if `name`, which is no rule's, is that of a preset, or a part of such names."""
+    spelled = _spelled(name)
+    if spelled in PRESETS:
+        preset = PRESETS[spelled]
+        raise DuelError(f"'{name}' is a preset, not a rule: write preset={spelled}. It is {preset.written_out}.")
+    matches = [preset for preset in PRESETS if len(spelled) > 2 and spelled in preset]
+    if matches:
+        ways = " or ".join(f"preset={preset}" for preset in matches)
+        raise DuelError(f"'{name}' is not a rule. Presets have names like it: write {ways}.")
+
+
+def _spelled(name: str) -> str:
+    """A name as those of presets are spelled."""
+    return name.lower().replace("_", "-")
+
+
 def conflict(preset: Preset, key: str, value: Any) -> DuelError:
     """The error for an arg that is given together with a preset, with another value."""
     change = ""
@@ -295,19 +312,18 @@ def conflict(preset: Preset, key: str, value: Any) -> DuelError:
     )
 
 
-def require_fit(name: str | None, family: str | None, trained_block: bool | None = None) -> None:
+def require_fit(preset: Preset | None, family: str | None, trained_block: bool | None = None) -> None:
     """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
-    if name is None or family is None or family in find(name).families:
+    if preset is None or family is None or family in preset.families:
         return
-    raise another_network(name, f"this one is of the family {family}", trained_block)
+    raise another_network(preset, f"this one is of the family {family}", trained_block)
 
 
-def another_network(name: str, reason: str, trained_block: bool | None = None) -> DuelError:
+def another_network(preset: Preset, reason: str, trained_block: bool | None = None) -> DuelError:
     """The error for a preset on a network that it is not for, with the args of it that apply to that network.
 
     `trained_block`: whether the network has one; None: not known yet.
     """
-    preset = find(name)
     taken = {}
     advice = ""
     for key, value in preset.arguments.items():
@@ -319,8 +335,8 @@ def another_network(name: str, reason: str, trained_block: bool | None = None) -
         else:
             advice += f" Add {_written_out({key: value})} only if it {condition}."
     return DuelError(
-        f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and {reason}. To use the same "
-        f"rule with it, write it out: {_written_out(taken)}.{advice} On a bundled network: lm-eval-duel run "
+        f"preset={preset.name} is the sampler of {' and '.join(preset.families)} checkpoints, and {reason}. To use the "
+        f"same rule with it, write it out: {_written_out(taken)}.{advice} On a bundled network: lm-eval-duel run "
         f"demo-mdm --model_args {preset.for_demo} --tasks sotu"
     )
 
@@ -377,7 +393,7 @@ REFUSED = {  # name: (what it is, why)
 
 def require_covered(what: str, name: str) -> None:
     """Raise DuelError, with the reason, if `name` is a sampler that is refused."""
-    key = name.lower().replace("_", "-")
+    key = _spelled(name)
     if key in REFUSED:
         sampler, reason = REFUSED[key]
         raise DuelError(f"{what}={name} is {sampler}, which cannot be scored: {reason}.")

@@ -107,7 +107,7 @@ def _described_text(options: Options, checkpoint: Checkpoint) -> TextEncoder | N
     """
     with _naming_preset(options, checkpoint):
         network = without_weights(checkpoint)
-    presets.require_fit(options.preset, network.family, network.block is not None)
+    presets.require_fit(options.preset_as_given, network.family, network.block is not None)
     block = None
     if "block" in registry.find(options.estimator).takes:
         block = resolve_block(network, options.block)
@@ -123,10 +123,11 @@ def _naming_preset(options: Options, checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except DuelError as error:
-        if options.preset is None or checkpoint.decoder_family is not None:
+        preset = options.preset_as_given
+        if preset is None or checkpoint.decoder_family is not None:
             raise
         reason = f"this network is refused with it: {error}".rstrip(".")
-        raise presets.another_network(options.preset, reason, checkpoint.has_trained_block) from error
+        raise presets.another_network(preset, reason, checkpoint.has_trained_block) from error
 
 
 def _described(options: Options, device: str | None) -> Checkpoint:
@@ -136,6 +137,7 @@ def _described(options: Options, device: str | None) -> Checkpoint:
     entry = registry.find(options.estimator)
     checkpoint.require_estimator(entry.name, entry.takes_noise)
     checkpoint.require_known_network()
-    if options.preset is not None:
-        presets.require_fit(options.preset, checkpoint.decoder_family, checkpoint.has_trained_block)
+    preset = options.preset_as_given
+    if preset is not None:
+        presets.require_fit(preset, checkpoint.decoder_family, checkpoint.has_trained_block)
     return checkpoint

@@ -209,3 +209,9 @@ def test_what_describes_one_checkpoint_is_not_taken_for_another():
     assert args["mask_token_id"] is None
     args, _ = other("mask_token_id=3", "rule=margin")  # the same checkpoint
     assert args["mask_token_id"] == 3
+
+
+@pytest.mark.parametrize(("text", "arg"), [("klass", "rule=klass"), ("llada-fast-dllm", "preset=llada-fast-dllm")])
+def test_a_rule_or_a_preset_in_place_of_a_model_is_told_how_it_is_given(text, arg):
+    with pytest.raises(DuelError, match=arg):
+        other_model(text, {"pretrained": "demo-mdm"})

@@ -75,6 +75,16 @@ def test_a_preset_is_listed_with_a_command_for_a_bundled_network(capsys):
         assert command.strip().startswith(f"lm-eval-duel run demo-mdm --model_args {preset.for_demo} ")
 
 
+def test_each_of_several_presets_is_named_above_its_command(capsys):
+    program.main(["list", "presets", "fast-dllm"])
+    _, _, commands = capsys.readouterr().out.partition("bundled network:\n")
+    lines = commands.splitlines()
+    names = lines[::2]
+    assert names == [name for name in presets.PRESETS if "fast-dllm" in name]
+    for name, command in zip(names, lines[1::2], strict=True):
+        assert f" {presets.find(name).for_demo} " in command
+
+
 def test_a_rule_of_ones_own_is_listed_as_a_built_in_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

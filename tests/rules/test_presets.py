@@ -151,3 +151,42 @@ def test_a_parameter_beside_a_preset_names_the_preset_and_what_may_be_changed(na
     for free in preset.free:
         assert free in str(error.value)
         assert Options.parse({"preset": name, free: 8}).preset == name
+
+
+def test_a_preset_on_another_network_is_written_out_as_it_was_given():
+    """With the user's own value of an arg that the preset lets change, in each way in which it can be given."""
+    ways = (
+        {"preset": "llada", "steps": 64},
+        {"preset": "llada", "rule": "quota:steps=64"},
+        {"preset": "dream-fast-dllm-prefix-entropy", "steps": 64},  # its rule is one around another
+        {"preset": "sglang-sdar", "block": 64},
+    )
+    for arguments in ways:
+        with pytest.raises(DuelError, match=f"preset={arguments['preset']} is the sampler of") as error:
+            Library.from_pretrained("demo-mdm", device="cpu", **arguments)
+        changed = presets.find(arguments["preset"]).free[0]
+        values = re.findall(rf"\b{changed}=(\w+)", str(error.value))
+        assert len(values) > 1  # for this network, and for a bundled one
+        assert {*values} == {"64"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "suggested"),
+    [
+        ("llada-fast-dllm", ["llada-fast-dllm"]),
+        ("LLaDA", ["llada"]),
+        ("fast_dllm_v2", ["fast-dllm-v2"]),
+        ("llada:steps=64", ["llada"]),
+        ("fast-dllm", [name for name in presets.PRESETS if "fast-dllm" in name]),
+    ],
+)
+def test_a_preset_that_is_given_as_a_rule_is_told_how_presets_are_given(rule, suggested):
+    with pytest.raises(UsageError) as error:
+        Options.parse({"rule": rule})
+    assert re.findall(r"preset=([\w.-]*\w)", str(error.value)) == suggested
+
+
+def test_a_rule_that_is_given_as_a_preset_is_told_how_rules_are_given():
+    for rule in ("greedy", "confidence"):
+        with pytest.raises(UsageError, match=f"rule={rule}"):
+            Options.parse({"preset": rule})
