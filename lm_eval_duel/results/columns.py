@@ -144,8 +144,8 @@ def of_task(task: Comparison) -> Iterator[tuple[str, Table]]:
         yield "cache", cache_costs(cached)
     if task.pairs:
         yield "pairs", differences(task)
-    for of_model in task.rules:
-        yield "rules", speeds(of_model)
+    if task.rules:
+        yield "rules", speeds(task.rules)
 
 
 def values(task: Comparison) -> Table:
@@ -288,18 +288,26 @@ def _difference(pair: Pair) -> Cell:
     return number(pair.difference, "+.4f"), pair.reason
 
 
-def speeds(of_model: Speeds) -> Table:
-    """The perplexity and NFE of each rule, its interval with it."""
-    metric = of_model.rows[0].row.metric
+def speeds(of_task: Sequence[Speeds]) -> Table:
+    """The perplexity and NFE of each rule, its interval with it, of every setting that has several speeds."""
+    compared: list[ComparedRow] = []
+    for of_setting in of_task:
+        compared += of_setting.rows
+    metric = compared[0].row.metric
     form = form_of(metric)
+    names = names_of_compared(compared)
     shown: Columns = {
-        "rule": lambda each: without_defaults(each.row.rule),
+        "model": names["model"],
+        "remarks": lambda each: each.row.qualifiers,
+        "block": names["block"],
+        "cache": names["cache"],
+        "rule": names["rule"],
         "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
         "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
         f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
         LEVEL: lambda each: (span(each.interval, form), each.about_interval),
     }
-    return Table.from_records(f"Rules against NFE: {of_model.title}", of_model.rows, shown)
+    return Table.from_records("Rules against NFE", compared, shown)
 
 
 # ---------------------------------------------------------------- over tasks

@@ -63,6 +63,7 @@ OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user'
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
 LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of the lines of rules, in turn
 MARKERS = {"ar": "D", "elbo": "<", "elbo_exact": "v", "mixture": "s", "duel": "o", "two_phase": "o"}
+TITLES = {"perplexity": "perplexities", "rules": "rules against NFE"}  # of figures, by kind
 WIDTH = 7.5  # inches: the figure of values
 LINE = 0.25  # inches: a row of it
 RULES_WIDTH = 6.8  # inches: the figure of rules
@@ -102,18 +103,21 @@ def draw(tasks: Mapping[str, Comparison], formats: Sequence[str], width: float |
     subjects = []
     drawn = []
     for name, task in tasks.items():
-        subjects.append((name, "perplexity", f"perplexities on {name}"))
+        subjects.append((name, "perplexity", ""))
         drawn.append(perplexity(name, task, width))
         for speeds in task.rules:
-            subjects.append((name, "rules", f"rules against NFE on {name}: {speeds.title}"))
+            subjects.append((name, "rules", speeds.title))
             drawn.append(rules(name, task, speeds, width))
 
     images = []
-    for stem, subject, figure in zip(stems(subjects), subjects, drawn, strict=True):
+    for stem, (name, kind, about), figure in zip(stems(subjects), subjects, drawn, strict=True):
+        title = f"{TITLES[kind]} on {name}"
+        if about:
+            title += f": {about}"
         contents = {}
         for form in formats:
             contents[f"{stem}.{form}"] = _file(figure, form, exact=width is not None)
-        images.append(Image(*subject, contents))
+        images.append(Image(name, kind, title, contents))
     return images
 
 

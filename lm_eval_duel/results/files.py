@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -103,15 +102,18 @@ def _naming_folder(folder: str | Path) -> Iterator[None]:
 
 
 def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
-    subjects = list(subjects)
-    counts = Counter((task, kind) for task, kind, _ in subjects)
+    """File names of tables and figures, from (task, kind, about), each different even where case is ignored.
+
+    `about`: the part of a task that it is of; empty for the whole task. A name depends on these three, not on how many
+    there are of a kind: a document that includes a file finds it again when results are added.
+    """
     used = set[str]()
-    for task, kind, title in subjects:
-        stem = f"{kind}_{_as_file_name(task)}" if task else kind
-        if counts[task, kind] > 1:  # several of one task are named after what they are about, too
-            about = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2])
-            stem = f"{stem}_{_as_file_name(about)}" if about else stem
+    for task, kind, about in subjects:
+        parts = [kind]
+        for part in (task, re.sub(r"[\s,:=/]+", "_", about)):
+            if part:
+                parts.append(_as_file_name(part))
+        stem = "_".join(parts)
         name = stem
         number = 1
         while name.casefold() in used:

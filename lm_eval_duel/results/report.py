@@ -360,7 +360,7 @@ def write(
             continue
         if kind != "cost":
             tables.append(_latex(report, name, kind, table))
-            subjects.append((name, kind, table.title))
+            subjects.append((name, kind, ""))
     for stem, text in zip(files.stems(subjects), tables, strict=True):
         written[f"{stem}.tex"] = text
     for image in images:

@@ -89,6 +89,27 @@ def test_documents_that_limit_left_out_are_told_below_every_table(tmp_path, size
         assert row["available_documents"] == "99"
 
 
+def test_tables_keep_their_names_when_results_are_added(tmp_path):
+    """Whatever a paper includes is there again with another model, block or cache: rules in one table."""
+    nats = np.linspace(-10, -120, 12)
+    tokens = range(3, 39, 3)
+    folder = tmp_path / "results"
+    hf(folder, docs={"sotu": documents(nats, tokens)})
+    names = set()
+    for added, more in enumerate(({}, {"model": "Other"}, {"block": "8"}, {"spec": {"cache": "dual"}}), 1):
+        for k in (1, 2):
+            docs = {"sotu": documents((1 + 0.1 * k) * nats, tokens)}
+            ours(folder, docs=docs, rule=f"greedy:k={k}", nfe=1 / k, **more)
+
+        report([str(folder), "--out", str(tmp_path / "out")])
+
+        before = names
+        names = {file.name for file in (tmp_path / "out").glob("*.tex")}
+        assert before <= names
+        _, _, rows = (tmp_path / "out" / "rules_sotu.tex").read_text().partition("\\midrule")
+        assert rows.count("greedy") == 2 * added
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
 def test_pdflatex_takes_every_table(tmp_path):

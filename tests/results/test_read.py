@@ -335,8 +335,8 @@ def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch,
 
 
 def test_names_of_files_differ_where_case_is_ignored():
-    """Two tables of one kind are named after what they are about."""
-    tables = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "NFE: M, block 4"), ("a", "rules", "NFE: N")]
+    """A file of a part of a task is named after it, too."""
+    tables = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "M, block 4"), ("a", "rules", "N")]
 
     assert list(stems(tables)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
     assert list(stems([("notes.txt", "gap", "")])) == ["gap_notes_txt"], "the only extension is that of the table"
