@@ -110,7 +110,7 @@ def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     used = set[str]()
     for task, kind, about in subjects:
         parts = [kind]
-        for part in (task, re.sub(r"[\s,:=/]+", "_", about)):
+        for part in (task, re.sub(r"[^\w-]+", "_", about).strip("_")):
             if part:
                 parts.append(_as_file_name(part))
         stem = "_".join(parts)
@@ -268,8 +268,8 @@ SIZES = ("documents=size", "available_documents=available")  # of a task
 BITS = "bits_per_byte"
 
 
-def csv_of(standings: Standings) -> str:
-    """report.csv."""
+def csv_of(standings: Standings, published: Iterable[Mapping[str, Any]] = ()) -> str:
+    """report.csv. `published`: the lines of figures of others."""
     means = ("mean", "mean_rank") if standings.mean_of else ()
     lines = []
     for standing in standings.rows:
@@ -278,7 +278,7 @@ def csv_of(standings: Standings) -> str:
         end = {"dtype": method.named.run.config.dtype} | entries(method, SOURCE)
         for line in [*_perplexities(method), *_averages(method)]:
             lines.append(start | line | end)
-    return csv_text(lines)
+    return csv_text([*lines, *published])
 
 
 def _names(standing: Standing) -> dict[str, Any]:

@@ -90,7 +90,6 @@ def html(report: Report, title: str | None) -> str:
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
         published=tables_of_others,
-        unchecked=published.UNCHECKED,
         documents=command_line.finite(report.documents),
         notes=notes(report),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

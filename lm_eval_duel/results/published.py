@@ -1,4 +1,4 @@
-"""Figures of others, from a CSV file. They have tables of their own, and are never ranked, averaged or subtracted.
+"""Figures of others, from a CSV file. They are never ranked, averaged or subtracted, and have columns of their own.
 
     model,estimator,rule,block,cache,task,metric,value,stderr,source,note
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
@@ -11,24 +11,27 @@ examples/paper.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import WHOLE_TARGET
+from lm_eval_duel.results.columns import WHOLE_TARGET, interval, marked, names_of_rows
+from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
-from lm_eval_duel.results.table import WORDS, Columns, Table, form_of, number
+from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Table, form_of, number
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
+PUBLISHED = "published"
+MEASURED = "measured here"
 UNCHECKED = (
     "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
-    "not checked against the table above."
+    "not checked against those of this report."
 )
 
 
@@ -88,20 +91,72 @@ def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(source: Mapping[str, Any]) -> Table:
     """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
-    form = form_of(source["metric"])
     tasks: dict[str, None] = {}
     rows: dict[tuple, dict[str, str]] = {}
     for figure in source["figures"]:
-        names = {key: figure[key] for key in NAMES}
-        names["estimator"] = figure["display"]
-        if names["block"] == "none":
-            names["block"] = WHOLE_TARGET
+        names = _names(figure)
         row = rows.setdefault(tuple(names.values()), names)
-        row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
+        row[figure["task"]] = _value(figure)
         tasks[figure["task"]] = None
 
     *names_before, note = NAMES  # the note stands behind the tasks
+    under_one_head = [Head(task, "published", task) for task in tasks]
     columns: Columns = {}
-    for head in (*names_before, *tasks, note):
+    for head in (*names_before, *under_one_head, note):
         columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
-    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)
+    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns, UNCHECKED)
+
+
+def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | None:
+    """The rows of a task, and below them the published figures of its metric, which have a column of their own.
+
+    None if no source has a figure of the task.
+    """
+    rows: list[dict[str, Cell]] = []
+    for each in task.rows:
+        names: dict[str, Cell] = {}
+        for head, cell in names_of_rows([each.row]).items():
+            names[head] = cell(each.row)
+        rows.append({**names, MEASURED: marked(each), LEVEL: interval(each)})
+    measured = len(rows)
+    for source in sources:
+        for figure in source["figures"]:
+            if (figure["task"], figure["metric"]) == (task.name, task.metric):
+                remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
+                rows.append({**_names(figure), PUBLISHED: (_value(figure), remark)})
+    if len(rows) == measured:
+        return None
+
+    columns: Columns = {}
+    for head in ("model", "estimator", "rule", "block", "cache", MEASURED, LEVEL, PUBLISHED):
+        columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
+    return Table.from_records(f"Measured here and published, {WORDS[task.metric]}", rows, columns, UNCHECKED)
+
+
+def _names(figure: Mapping[str, Any]) -> dict[str, str]:
+    """The cells that name a figure."""
+    names = {key: figure[key] for key in NAMES}
+    names["estimator"] = figure["display"]
+    if names["block"] == "none":
+        names["block"] = WHOLE_TARGET
+    return names
+
+
+def _value(figure: Mapping[str, Any]) -> str:
+    return number(figure["value"], form_of(figure["metric"]), figure["stderr"], figure["bound"])
+
+
+def lines(sources: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of report.csv. They have no `value`: a program that reads this column meets no figure of others."""
+    for source in sources:
+        for figure in source["figures"]:
+            yield {
+                "model": figure["model"],
+                "estimator": figure["estimator"],
+                "kind": "published bound" if figure["bound"] else PUBLISHED,
+                **{key: figure[key] for key in ("rule", "block", "cache", "task", "metric")},
+                "published": figure["value"],
+                "published_stderr": figure["stderr"],
+                "published_note": figure["note"],
+                "source": figure["source"],
+            }

@@ -83,6 +83,9 @@ class Report:
         for name, task in self.tasks.items():
             for kind, table in columns.of_task(task):
                 yield name, kind, table
+            beside = published.beside(task, self.published)
+            if beside:
+                yield name, "published", beside
         for name in self.scored:
             yield name, "accuracy", run_tables.accuracies(name, self.runs, self.baselines)
         if self.costs:
@@ -283,7 +286,7 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
         parts += [f"## {escape(table.title)}", table.markdown()]
     for source in report.published:
         parts.append(f"## Published: {escape(source['source'])}")
-        parts += [published.UNCHECKED, published.table(source).markdown()]
+        parts.append(published.table(source).markdown())
     listed = run_tables.files(report.runs, report.baselines)
     return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
 
@@ -351,7 +354,7 @@ def write(
     images = figures.draw(report.tasks, formats, width) if formats and figures.available() else []
     written: dict[str, str | bytes] = {
         "report.md": markdown(report, images),
-        "report.csv": files.csv_of(report.standings),
+        "report.csv": files.csv_of(report.standings, published.lines(report.published)),
     }
     tables = []
     subjects = []
@@ -361,6 +364,9 @@ def write(
         if kind != "cost":
             tables.append(_latex(report, name, kind, table))
             subjects.append((name, kind, ""))
+    for source in report.published:
+        tables.append(published.table(source).latex())
+        subjects.append(("", "published", source["source"]))
     for stem, text in zip(files.stems(subjects), tables, strict=True):
         written[f"{stem}.tex"] = text
     for image in images:

@@ -110,6 +110,49 @@ def test_tables_keep_their_names_when_results_are_added(tmp_path):
         assert rows.count("greedy") == 2 * added
 
 
+def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
+    """They are in tables and CSV under `published`, next to the rows of their task, and in no other table."""
+    docs = {"sotu": documents(np.linspace(-10, -120, 12), range(3, 39, 3))}
+    hf(tmp_path / "results", docs=docs)
+    ours(tmp_path / "results", docs=docs)
+    figures = tmp_path / "p.csv"
+    figures.write_text(
+        "model,estimator,rule,task,metric,value,source\n"
+        "MDLM,duel,greedy,sotu,token_perplexity,87.57,Paper\n"
+        "MDLM,elbo,,sotu,token_perplexity,95.26,Paper\n"
+        "MDLM,elbo,,sotu,word_perplexity,888.11,Paper\n"
+        "MDLM,elbo,,ptb,token_perplexity,99.49,Paper\n"
+    )
+    out = tmp_path / "out"
+
+    report([str(tmp_path / "results"), "--published", str(figures), "--out", str(out)])
+
+    places = {"87.57": 2, "95.26": 2, "888.11": 1, "99.49": 1}  # the last two are of other columns than the task's
+    for value, count in places.items():
+        tables = [file.name for file in out.glob("*.tex") if value in file.read_text()]
+        assert len(tables) == count
+        assert all(name.startswith("published_") for name in tables)
+    _, _, below_head = (out / "published_sotu.tex").read_text().partition("\\midrule\n")
+    rows, _, notes = below_head.partition("\\bottomrule")
+    for row in rows.splitlines():
+        *_, measured, _, published = row.removesuffix(r"\\").split("&")
+        assert bool(measured.strip()) != bool(published.strip()), row
+    assert "Published figures" in notes
+    assert "published: Paper" in notes
+
+    with (out / "report.csv").open() as lines:
+        by_kind = {}
+        for row in csv.DictReader(lines):
+            by_kind.setdefault(row["kind"], []).append(row)
+    assert [row["published"] for row in by_kind.pop("published")] == ["87.57"]
+    bounds = by_kind.pop("published bound")
+    assert [row["published"] for row in bounds] == ["95.26", "99.49", "888.11"]
+    for row in bounds:
+        assert (row["source"], row["value"], row["rank"], row["interval_low"]) == ("Paper", "", "", "")
+    for rows_of_kind in by_kind.values():
+        assert all(row["value"] and not row["published"] for row in rows_of_kind)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
 def test_pdflatex_takes_every_table(tmp_path):
@@ -122,7 +165,7 @@ def test_pdflatex_takes_every_table(tmp_path):
         ours(tmp_path / "results", docs={"a_b": docs, "50%": docs}, nfe=factor, **more)
     out = tmp_path / "out"
 
-    report([str(tmp_path / "results"), "--out", str(out)])
+    report([str(tmp_path / "results"), "--published", "paper", "--out", str(out)])
 
     (out / "names.tex").write_text(table().latex())
     files = sorted(out.glob("*.tex"))
