@@ -11,7 +11,7 @@ from lm_eval_duel.core.scores import Value, perplexity, ratio
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
-from lm_eval_duel.results.doubts import doubts
+from lm_eval_duel.results.doubts import remarks
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -161,7 +161,7 @@ class ScoredModel:
         distinct = len({line.key for line in self.lines})
         if distinct < len(self.lines):
             yield f"{counted(distinct, 'distinct document')} among {len(self.lines)}: copies count as one in errors"
-        yield from doubts(self.info["duel"])
+        yield from remarks(self.info["duel"])
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share
 

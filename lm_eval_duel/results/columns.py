@@ -65,10 +65,20 @@ def value(row: Row | None, metric: str | None = None) -> str:
     return number(row.metrics.get(metric), form_of(metric), error, row.score.is_bound, bool(row.stderr_reason))
 
 
+def value_with_remark(row: Row | None) -> Cell:
+    """A row's value, with what puts it in doubt, or the reason that it has no error."""
+    return None if row is None else (value(row), row.about_value)
+
+
 def marked(each: ComparedRow) -> str:
     """A row's value, in bold if it is the best of its model."""
     text = value(each.row)
     return Bold(text) if each.best else text
+
+
+def marked_with_remark(each: ComparedRow) -> Cell:
+    """The same, with what puts the value in doubt, or the reason that it has no error."""
+    return marked(each), each.row.about_value
 
 
 def interval(each: ComparedRow) -> str:
@@ -83,12 +93,12 @@ def interval_with_remark(each: ComparedRow) -> Cell:
     return interval(each), each.about_interval
 
 
-def with_interval(each: ComparedRow) -> str:
-    """A row's value with its interval in brackets."""
-    text = marked(each)
-    if each.interval is None:
-        return text
-    return type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})")  # bold stays bold
+def with_interval(each: ComparedRow) -> Cell:
+    """A row's value with its interval in brackets, and the remark on it."""
+    text, remark = marked_with_remark(each)
+    if each.interval is not None:
+        text = type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})")  # bold stays bold
+    return text, remark
 
 
 def gap(row: Row | None, difference: float | None) -> str:
@@ -152,7 +162,7 @@ def values(task: Comparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
     shown: Columns = {
         **names_of_compared(task.rows),
-        WORDS[task.metric]: lambda each: (marked(each), each.row.about_value),
+        WORDS[task.metric]: marked_with_remark,
         LEVEL: interval_with_remark,
     }
     if task.metric != "bits_per_byte":
@@ -178,7 +188,7 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
     shown: Columns = {
         "rank": lambda each: str(each.place.rank),
         **names_of_compared(best_first),
-        WORDS[metric]: lambda each: value(each.row),
+        WORDS[metric]: lambda each: value_with_remark(each.row),
     }
     for attribute, title in (("next_lower", "next lower"), ("lowest", "lowest")):
         group = f"from the {title}"
@@ -222,9 +232,9 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         "rule": names["rule"],
         "block": names["block"],
         "cache": names["cache"],
-        Head("ELBO", "ELBO", "value"): lambda each: value(each.closed.elbo),
+        Head("ELBO", "ELBO", "value"): lambda each: value_with_remark(each.closed.elbo),
         Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
-        Head("DUEL", "DUEL", "value"): marked,
+        Head("DUEL", "DUEL", "value"): marked_with_remark,
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
         "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
         Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
@@ -240,8 +250,8 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
     unit = gaps.unit(cached[0].row.metric)
     shown: Columns = {
         **names_of_compared(cached),
-        "cache=none": lambda each: value(each.cache_cost.second),
-        "with the cache": lambda each: value(each.row),
+        "cache=none": lambda each: value_with_remark(each.cache_cost.second),
+        "with the cache": lambda each: value_with_remark(each.row),
         "better": lambda each: _better(each.cache_cost),
         f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
         LEVEL: lambda each: interval_of(each.cache_cost),
@@ -304,7 +314,7 @@ def speeds(of_task: Sequence[Speeds]) -> Table:
         "rule": names["rule"],
         "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
         "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
-        f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
+        f"DUEL, {WORDS[metric]}": lambda each: (number(each.row.value, form), each.row.about_value),
         LEVEL: lambda each: (span(each.interval, form), each.about_interval),
     }
     return Table.from_records("Rules against NFE", compared, shown)

@@ -8,12 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lm_eval_duel.errors import counted
+
 FULL_PRECISION = ("float32", "float64")
 
 
 def doubts(duel: Mapping[str, Any]) -> list[str]:
     """The sentences on a run. `duel`: `config.duel` of its results file."""
     return [sentence for sentence in (rule_doubt(duel), verify_doubt(duel)) if sentence]
+
+
+def remarks(duel: Mapping[str, Any]) -> list[str]:
+    """The doubts, and that `verify` ended early: then nobody knows whether there is one."""
+    sentences = doubts(duel)
+    failures = duel.get("verify_failed")
+    if failures:
+        count = (duel.get("verify") or {}).get("windows", 0)
+        sentences.append(f"verify ended early, after {counted(count, 'window')}: {'; '.join(failures)}")
+    return sentences
 
 
 def rule_doubt(duel: Mapping[str, Any]) -> str:

@@ -134,6 +134,7 @@ ROW = (  # entries of a row alone
     "kind=score.word",
     *("value", "stderr", "stderr_bound", "stderr_reason", "metrics", "nfe_per_token"),
     *("dtype=run.config.dtype", "fingerprint=run.config.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
+    "doubts=run.doubts",
 )
 COMPARED = (  # of a row among others
     *("interval", "window_stderr", "reason=about_interval", "best", "gap", "gap_interval"),
@@ -157,7 +158,7 @@ METHOD = (
 )
 RUN = (
     *("model=label", "estimator=config.estimator", "rule=config.rule", "block=config.block", "cache=config.cache"),
-    *("dtype=config.dtype", "file=name"),
+    *("dtype=config.dtype", "file=name", "doubts"),
 )
 
 
@@ -313,6 +314,7 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             **entries(row, ("nfe", "tokens", "nfe_per_token")),
             **entries(row.run.tasks[row.task], SIZES),
             **entries(row, ("file=run.name",)),
+            "doubts": "; ".join(row.run.doubts),
             BITS: row.metrics.get(BITS),
             f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
         }
@@ -337,6 +339,7 @@ def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
                 **{"task": task, "metric": metric, "value": value, "documents_stderr": error},
                 **entries(run.every_task[task], SIZES),
                 "file": run.name,
+                "doubts": "; ".join(run.doubts),
             }
 
 

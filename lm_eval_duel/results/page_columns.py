@@ -188,7 +188,7 @@ def _average_column(name: str, metric: str) -> Column:
 
     def cell(row: Standing) -> Cell:
         run = row.method.scored.get(name)
-        return "" if run is None else run_tables.average(run, name, metric)
+        return "" if run is None else run_tables.average_with_doubts(run, name, metric)
 
     return Column(f"{name} {metric}", cell, "average")
 

@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import WHOLE_TARGET, interval, marked, names_of_rows
+from lm_eval_duel.results.columns import WHOLE_TARGET, interval, marked_with_remark, names_of_rows
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Table, form_of, number
@@ -117,7 +117,7 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
         names: dict[str, Cell] = {}
         for head, cell in names_of_rows([each.row]).items():
             names[head] = cell(each.row)
-        rows.append({**names, MEASURED: marked(each), LEVEL: interval(each)})
+        rows.append({**names, MEASURED: marked_with_remark(each), LEVEL: interval(each)})
     measured = len(rows)
     for source in sources:
         for figure in source["figures"]:

@@ -17,7 +17,6 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.runs import Run, Task, Values, sums
 from lm_eval_duel.results.schema import TASK_COUNTS
 from lm_eval_duel.results.table import Note, number, percent
@@ -191,7 +190,7 @@ class Row:
     @property
     def about_value(self) -> Note:
         """The reasons to doubt its value, and the reason that it has no error."""
-        notes = [Note(sentence) for sentence in doubts(self.run.config.duel)]
+        notes = list(map(Note, self.run.doubts))
         return Note.joined([*notes, Note(self.stderr_reason)])
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.results import read, rows, run_tables
-from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 
@@ -34,7 +33,7 @@ def summary(content: Mapping[str, Any]) -> str:
     parts = []
     if every_row:
         parts.append(run_tables.summary(every_row).markdown())
-    remarks = [*_remarks(run), *_generated(run), *doubts(run.config.duel)]
+    remarks = [*_remarks(run), *_generated(run), *run.doubts]
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))

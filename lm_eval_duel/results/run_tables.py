@@ -11,7 +11,7 @@ from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
-from lm_eval_duel.results.table import WORDS, Cell, Columns, Table, number
+from lm_eval_duel.results.table import WORDS, Cell, Columns, Note, Table, number, split
 from lm_eval_duel.rules import without_defaults
 
 SPEC = (  # the entries of a spec that are listed
@@ -83,7 +83,7 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
     metrics = metrics_of(name, runs)
     shown = names_of_runs(runs, baselines)
     for metric in metrics:
-        shown[metric] = lambda run, metric=metric: average(run, name, metric)
+        shown[metric] = lambda run, metric=metric: average_with_doubts(run, name, metric)
     shown["documents"] = lambda run: documents_scored(run.every_task[name].size, run.every_task[name].available)
     for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
@@ -112,6 +112,12 @@ def average(run: Run, name: str, metric: str) -> Cell:
     if output_type == "multiple_choice" and entry.kind.is_bound:
         return text, FROM_BOUND
     return text
+
+
+def average_with_doubts(run: Run, name: str, metric: str) -> Cell:
+    """The same, with what puts the run in doubt."""
+    text, remark = split(average(run, name, metric))
+    return text, Note.joined([remark, *map(Note, run.doubts)]) if text else Note()
 
 
 def cost(costs: Sequence[RunCost]) -> Table:

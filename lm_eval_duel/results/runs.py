@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.results.doubts import remarks
 from lm_eval_duel.results.table import Note
 
 MODEL = "duel-mdm"  # --model of this package
@@ -295,6 +296,11 @@ class Run:
     def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
         """The averages of a task other than perplexities, with their standard errors."""
         return self.every_task[name].scores if name in self.every_task else {}
+
+    @property
+    def doubts(self) -> list[str]:
+        """Remarks on each of its values: that it is in doubt, or that a check ended early."""
+        return remarks(self.config.duel)
 
     @property
     def has_results(self) -> bool:

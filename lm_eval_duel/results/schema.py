@@ -135,7 +135,7 @@ DUEL: Types = {  # entries of config.duel
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), count),
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), count),
     **dict.fromkeys(("decisions_checked", "decisions_differing"), count),
-    "generated": _texts,
+    **dict.fromkeys(("generated", "verify_failed"), _texts),
     "seconds": number,
     "verify": _verify,
     "versions": _versions,

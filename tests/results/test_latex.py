@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from results import documents, hf, ours
+from results import documents, hf, ours, put
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.report import main as report
@@ -151,6 +151,47 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
         assert (row["source"], row["value"], row["rank"], row["interval_low"]) == ("Paper", "", "", "")
     for rows_of_kind in by_kind.values():
         assert all(row["value"] and not row["published"] for row in rows_of_kind)
+
+
+DIFFERS = {"windows": 8, "differing_windows": 3, "changed_picks": 0, "where": "task sotu"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"dtype": "float32", "verify": DIFFERS}, "3 of 8 windows differ"),
+        ({"verify_failed": ["out of memory"]}, "verify ended early, after 0 windows: out of memory"),
+        ({"verify": DIFFERS | {"differing_windows": 0}, "verify_failed": ["no luck"]}, "after 8 windows: no luck"),
+        ({"verify": DIFFERS | {"differing_windows": 0}}, ""),
+    ],
+)
+def test_no_form_of_a_value_hides_that_verify_found_a_difference_or_ended_early(tmp_path, entries, sentence):
+    nats = np.linspace(-10, -120, 12)
+    tokens = range(3, 39, 3)
+
+    def docs(factor):
+        return {name: documents(factor * nats, tokens) for name in ("sotu", "news")}
+
+    hf(tmp_path / "results", docs=docs(1))
+    ours(tmp_path / "results", docs=docs(1.5), estimator="elbo")
+    for n, more in enumerate(({}, {"rule": "greedy:k=2"}, {"spec": {"cache": "dual"}}), 1):
+        file = ours(tmp_path / "results", docs=docs(1 + 0.1 * n), nfe=1 / n, duel=entries, **more)
+    put(file, "results.choice", {"acc,none": 0.5, "acc_stderr,none": 0.125})
+    out = tmp_path / "out"
+
+    report([str(tmp_path / "results"), "--page", "--out", str(out)])
+
+    texts = {file.name: file.read_text() for file in out.iterdir()}
+    of_values = {name for name in texts if not name.startswith(("pairs", "gap_closed"))}  # others have differences only
+    assert {"perplexity.tex", "methods_sotu.tex", "gap_sotu.tex", "ranks_news.tex", "rules_news.tex"} <= of_values
+    assert {"cache_sotu.tex", "accuracy_choice.tex"} <= of_values
+    for name in of_values:
+        if sentence:
+            assert sentence in texts[name], name
+        else:
+            assert "verify" not in texts[name], name
+    for line in csv.DictReader(texts["report.csv"].splitlines()):
+        assert (sentence in line["doubts"]) == (line["estimator"] == "duel" or not sentence)
 
 
 @pytest.mark.slow

@@ -437,7 +437,7 @@ def test_every_column_is_recomputed(report):
     checked |= {"gap_closed_interval_low", "gap_closed_interval_high", "rank", "mean", "mean_rank"}
     checked |= {"nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date", "dtype", "kind"}
     checked |= {"documents_stderr", "metric", "task", "model", "rule"}
-    texts = {"estimator", "block", "cache", "remarks", "stderr_reason", "reason", "gap_closed_reason", "file"}
+    texts = {"estimator", "block", "cache", "remarks", "stderr_reason", "reason", "gap_closed_reason", "file", "doubts"}
 
     first_line, *_ = lines_of(report)
     assert first_line.keys() == checked | texts
