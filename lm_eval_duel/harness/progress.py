@@ -34,6 +34,8 @@ class RunningEstimate:
         documents: The (index, task, tokens) of each, in the order in which they are taken.
         log_probs: The log-probabilities of the finished documents, by index.
         tasks: The statistics of each task, with its Monte Carlo error.
+        is_of_rank: The documents are those of one rank of several.
+        is_bound: The perplexities are upper bounds.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class RunningEstimate:
         log_probs: Mapping[int, float],
         tasks: Mapping[str, TaskStats],
         is_of_rank: bool = False,
+        is_bound: bool = False,
     ):
         self.is_of_rank = is_of_rank  # of several: its documents are a part of the run's
+        self.sign = "≤ " if is_bound else ""
         self.log_probs = log_probs
         self.tasks = tasks
         self.documents: dict[str, list[tuple[int, int]]] = {}  # of each task: (index, tokens)
@@ -76,7 +80,7 @@ class RunningEstimate:
         if estimated is None:
             return ""
         value, low, high = estimated
-        text = f"{value:.4g}"
+        text = f"{self.sign}{value:.4g}"
         error = self.tasks[task].total.perplexity_stderr if task in self.tasks else None
         if error is not None:
             text += f" ± {error:.2g}"

@@ -385,7 +385,9 @@ class Scoring:
                 if task != OTHER_TEXTS:
                     documents.append((n, task, tokens[n]))
             is_of_rank = self.evaluation.ranks.world_size > 1
-            running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks, is_of_rank)
+            is_bound = self.evaluation.estimator.value_template.is_bound
+            tasks = self.evaluation.stats.tasks
+            running = RunningEstimate(documents, self.finished, tasks, is_of_rank, is_bound)
         return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)
 
     def scored(

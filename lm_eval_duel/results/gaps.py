@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from lm_eval_duel.results import rows, stats
-from lm_eval_duel.results.rows import ESTIMATOR_KEYS, NON_IDENTITY_KEYS, Row
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import NO_CACHE
+from lm_eval_duel.results.spec_entries import ESTIMATOR_KEYS, NON_IDENTITY_KEYS
 from lm_eval_duel.results.stats import UNCLEAR, PairedDifference, Side
 from lm_eval_duel.results.table import Note, number
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, SAME, Row, argument, differing_keys
+from lm_eval_duel.results.rows import SAME, Row
 from lm_eval_duel.results.runs import NO_CACHE
+from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, arguments, differing_keys
 from lm_eval_duel.rules import sort_key
 
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
@@ -109,15 +110,17 @@ def _disambiguated(rows: Sequence[Row]) -> list[Row]:
     """Rows of one name, with what distinguishes their specs as their variant."""
     if len(rows) < 2:
         return list(rows)
-    keys = differing_keys([row.run.spec for row in rows], ("estimator", "rule"))
+    specs = [row.run.spec for row in rows]
+    keys = differing_keys(specs, ("estimator", "rule"))
     named = {"cache", *rows[0].entry.label_args}
     unnamed = [key for key in keys if key not in named]
     if keys and not unnamed:  # their names differ already
         return list(rows)
     variant_keys = tuple(unnamed) or ("version",)
+    entries = [arguments(specs, key) for key in variant_keys]  # of each key, those of the rows
     result = []
-    for row in rows:
-        variant = ", ".join(argument(row.run.spec, key) for key in variant_keys)
+    for row, *of_row in zip(rows, *entries, strict=True):
+        variant = ", ".join(of_row)
         result.append(dataclasses.replace(row, variant=variant, variant_keys=variant_keys))
     return result
 

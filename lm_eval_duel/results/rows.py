@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.core.scores import Value
@@ -19,18 +18,18 @@ from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.runs import Run, Task, Values, sums
 from lm_eval_duel.results.schema import TASK_COUNTS
+from lm_eval_duel.results.spec_entries import (
+    ESTIMATOR_KEYS,
+    LABEL_KEYS,
+    NON_IDENTITY_KEYS,
+    SAMPLING,
+    arguments,
+    differing_keys,
+)
 from lm_eval_duel.results.table import Note, number, percent
 from lm_eval_duel.rules import RULES, is_rule, without_defaults
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
-# Entries of a spec:
-# those that vary within one model
-NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
-# those that every row names if it has them
-LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
-# those that belong to the estimator, as NON_IDENTITY_KEYS do; the last two say what commit-once noise is
-ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
-SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -281,36 +280,18 @@ def names(rows: Sequence[Row]) -> list[str]:
     if len(models) > 1:  # checkpoints differ in much more
         keys = [key for key in keys if key in SAMPLING]
 
+    entries = [arguments(specs, key) for key in keys]  # of each key, those of the rows
     shortest = []
-    for row, label in zip(rows, labels, strict=True):
+    for n, (row, label) in enumerate(zip(rows, labels, strict=True)):
         name = []
         for part in parts:
             if label[part]:
                 name.append(label[part])
-        for key in keys:
-            text = argument(row.run.spec, key)
-            if text not in row.variant:  # which is a part of the name already
-                name.append(text)
+        for of_rows in entries:
+            if of_rows[n] not in row.variant:  # which is a part of the name already
+                name.append(of_rows[n])
         shortest.append(", ".join(name) or row.name)
     return shortest
-
-
-def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -> list[str]:
-    """The entries in which specs differ, without those that names hold anyway."""
-    differing = []
-    every_key = dict.fromkeys(itertools.chain.from_iterable(specs))
-    for key in every_key:
-        values = {spec.get(key) for spec in specs}
-        if len(values) > 1 and key not in named:
-            differing.append(key)
-    return differing
-
-
-def argument(spec: Mapping[str, str], key: str) -> str:
-    """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
-    if key == "warpers":
-        return spec.get(key, "no warpers")
-    return f"{key}={spec.get(key, 'not set')}"
 
 
 # ---------------------------------------------------------------- from results

@@ -12,8 +12,9 @@ from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.costs import CACHED, SEES_TARGETS, Time
 from lm_eval_duel.results.order import identity
 from lm_eval_duel.results.ranks import compete, may_rank
-from lm_eval_duel.results.rows import Row, argument, differing_keys, plain_row
+from lm_eval_duel.results.rows import Row, plain_row
 from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.spec_entries import arguments, differing_keys
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
 AR = "AR"
@@ -220,10 +221,10 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
     for group in groups.values():
         specs = [method.named.run.spec for method in group]
         keys = differing_keys(specs, ("estimator", "rule", "cache"))
-        for method in group:
+        entries = [arguments(specs, key) for key in keys]  # of each key, those of the methods
+        for method, *of_method in zip(group, *entries, strict=True):
             row = method.named
-            arguments = [argument(row.run.spec, key) for key in keys]
-            with_variant = dataclasses.replace(row, variant=joined([row.variant, *arguments]))
+            with_variant = dataclasses.replace(row, variant=joined([row.variant, *of_method]))
             renamed[method] = dataclasses.replace(method, named=with_variant)
     return [renamed[method] for method in methods]
 

@@ -93,6 +93,7 @@ def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(fol
         bar = capsys.readouterr().err.splitlines()[-1]
         value = bar.split("ppl ")[1]
         assert ("±" in value) is is_drawn
+        assert value.startswith("≤") is is_drawn  # the drawn one of the two is a bound
         assert "interval" not in value
         assert "[" not in value
         if is_drawn:

@@ -9,6 +9,7 @@ from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results.spec_entries import arguments
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS = (-30.0, -40.0, -50.0, -60.0)
@@ -369,3 +370,19 @@ def test_the_longest_document_is_the_tasks(tmp_path):
     put(file, "config.duel.tasks.sotu.documents", 3)  # the others: not known
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        (["[] text [], bos=none", "[2] text [], bos=given"], ["bos=none", "bos=given"]),
+        (
+            ["[] text [], bos=given", "[2] text [], bos=given"],  # two tokenizers
+            ["special_tokens=[] text [], bos=given", "special_tokens=[2] text [], bos=given"],
+        ),
+        (["[2] text [], bos=given", None], ["bos=given", "special_tokens=not set"]),
+    ],
+)
+def test_names_hold_the_special_tokens_as_the_model_arg_that_decides_on_them(entries, named):
+    specs = [{} if entry is None else {"special_tokens": entry} for entry in entries]
+    assert arguments(specs, "special_tokens") == named

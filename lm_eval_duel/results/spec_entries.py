@@ -1,0 +1,47 @@
+"""Entries of specs: which of them belong to a model, which differ between runs, and how names hold these."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from lm_eval_duel.estimators import registry
+
+# those that vary within one model
+NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
+# those that every row names if it has them
+LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
+# those that belong to the estimator, as NON_IDENTITY_KEYS do; the last two say what commit-once noise is
+ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
+SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
+SPECIAL_TOKENS = "special_tokens"  # an entry such as "[2] text [], bos=given"
+
+
+def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -> list[str]:
+    """The entries in which specs differ, without those that names hold anyway."""
+    differing = []
+    every_key = dict.fromkeys(itertools.chain.from_iterable(specs))
+    for key in every_key:
+        values = {spec.get(key) for spec in specs}
+        if len(values) > 1 and key not in named:
+            differing.append(key)
+    return differing
+
+
+def arguments(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
+    """An entry of each spec in a name, as short as tells the specs apart, and as a model arg if it is one."""
+    whole = [_argument(spec, key) for spec in specs]
+    if key != SPECIAL_TOKENS:
+        return whole
+    shorter = []  # by the arg `bos`, which decides on the special tokens of a network and its tokenizer
+    for text in whole:
+        _, has_bos, bos = text.partition(", bos=")
+        shorter.append(f"bos={bos}" if has_bos else text)
+    return shorter if len(set(shorter)) == len(set(whole)) else whole
+
+
+def _argument(spec: Mapping[str, str], key: str) -> str:
+    """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
+    if key == "warpers":
+        return spec.get(key, "no warpers")
+    return f"{key}={spec.get(key, 'not set')}"
