@@ -25,6 +25,7 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import MODEL, Run
 from lm_eval_duel.results.standings import RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import Note, csv_text
+from lm_eval_duel.rules import RULES
 
 LISTING = "report.json"  # names the files of a report
 FORMAT = "lm_eval_duel report"  # by which it is known
@@ -257,7 +258,7 @@ def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, 
             entries(method.named, ("model", "estimator", "rule", "block", "cache"))
             | entries(method, METHOD)
             | entries(standing, ("main", "mean", "mean_rank", "rank"))
-            | {"rows": numbers, "commands": commands(method)}
+            | {"rows": numbers, "commands": commands(method), "needed": needed(method)}
         )
     return entries(standings, ("mean_of", "metric", "by")) | {"rows": rows}
 
@@ -362,6 +363,35 @@ OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
 def commands(method: RankedMethod) -> list[str]:
     """The commands that make the results of a method again."""
     return list(dict.fromkeys(command(run) for run in method.runs))
+
+
+def needed(method: RankedMethod) -> list[str]:
+    """Sentences on the code of a user's rules, which the commands of a method need and this package does not have."""
+    sentences: dict[str, None] = {}
+    for run in method.runs:
+        digests = []
+        for key in ("rule_code", "rule_files"):  # of the code, and of the files that the rule reads
+            if key in run.spec:
+                digests.append(f"{key}={run.spec[key]}")
+        of_digests = f" ({', '.join(digests)} in the spec)" if digests else ""
+        for rule in _rules_of_users(run):
+            place, name, *_ = rule.split(":")
+            what = "file" if place.endswith(".py") else "module"
+            sentences[f"The command needs the {what} {place}, which defines the rule {name}{of_digests}."] = None
+    return list(sentences)
+
+
+def _rules_of_users(run: Run) -> Iterator[str]:
+    """The rules of a run that are `module:Name` or `file.py:Name`."""
+    followed: dict[str, None] = {}
+    if run.config.rule:
+        followed[run.config.rule] = None
+    for task in run.every_task.values():
+        followed |= dict.fromkeys(task.entry.get("values", {}))  # those of a lattice, among its estimators
+    for rule in followed:
+        name, colon, _ = rule.partition(":")
+        if colon and name not in RULES:
+            yield rule
 
 
 def command(run: Run) -> str:

@@ -238,7 +238,13 @@ def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     spec = ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items())
     names = ", ".join(os.path.relpath(run.name, folder) for run in method.runs)
     versions = ", ".join(f"{name} {version}" for name, version in method.versions.items())
-    return {"commands": files.commands(method), "spec": spec, "files": names, "versions": versions}
+    return {
+        "commands": files.commands(method),
+        "needed": files.needed(method),
+        "spec": spec,
+        "files": names,
+        "versions": versions,
+    }
 
 
 # ---------------------------------------------------------------- the plot

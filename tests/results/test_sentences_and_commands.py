@@ -10,7 +10,7 @@ import pytest
 from results import documents, edit, hf, ours, per_token, put
 
 from lm_eval_duel.cli.report import parse
-from lm_eval_duel.results import columns, costs, files, read, run_tables
+from lm_eval_duel.results import columns, costs, files, page, read, report, run_tables
 from lm_eval_duel.results.report import collect
 
 TOKENS = (20, 40, 30)
@@ -258,6 +258,36 @@ def test_the_flags_of_a_command(tmp_path, make, changes, flags):
         assert (flag in words) == (value is not None)
         if value:
             assert words[words.index(flag) + 1] == value
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "needed"),
+    [
+        ({"rule": "greedy:k=1"}, (), []),
+        (
+            {"rule": "my/rules.py:Surest:least=0.3", "rule_code": "abc", "rule_files": "def"},
+            (),
+            [("file my/rules.py", 2)],
+        ),
+        ({"rule": "rules:Surest", "rule_code": "abc"}, (), [("module rules", 1)]),
+        ({}, ("greedy:k=1", "a.py:A", "a.py:A:k=2", "b:B"), [("file a.py", 0), ("module b", 0)]),  # of a lattice
+    ],
+)
+def test_a_row_says_which_code_of_a_user_its_command_needs(tmp_path, spec, values, needed):
+    """With its digest, on the page and in the JSON; once if several tasks or rules need it."""
+    more = {"rule": spec["rule"]} if spec else {"estimator": "oracle", "values": {"a": dict.fromkeys(values, 3.0)}}
+    ours(tmp_path, per_token(["a", "b"], [20.0, 20.0]), spec=spec, **more)
+    content = board(tmp_path)
+
+    for standing in content.standings.rows:
+        sentences = files.needed(standing.method)
+        assert len(sentences) == len(needed)
+        for sentence, (place, digests) in zip(sentences, needed, strict=True):
+            assert place in sentence
+            assert [f"{key}={spec.get(key)}" in sentence for key in ("rule_code", "rule_files")].count(True) == digests
+            assert sentence in page.html(content, None)
+    for row in report.content(content)["standings"]["rows"]:
+        assert len(row["needed"]) == len(needed)
 
 
 @pytest.mark.slow
