@@ -144,8 +144,14 @@ def prepare_tasks() -> None:
         except (OSError, YAMLError) as error:  # of a task file that --tasks names, or of one that it includes
             if not is_ours:
                 raise
-            from lm_eval_duel.errors import about_file
+            from lm_eval_duel.errors import DuelError, about_file
+            from lm_eval_duel.tasks import named
 
+            try:
+                for name in self.tasks:
+                    named.check(str(name))
+            except DuelError as named_error:
+                raise _refusal(str(named_error)) from None
             reason = about_file(error) if isinstance(error, OSError) else f"{' '.join(str(error).split())}."
             raise _refusal(f"A task file cannot be read: {reason}") from None
         if is_ours:

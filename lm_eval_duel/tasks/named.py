@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import re
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,36 @@ def loading() -> Iterator[None]:
     except DuelError as error:
         raise UsageError(str(error)) from None
     except Exception as error:
-        raise UsageError(f"The tasks cannot be loaded: {first_line(error)}{_about_the_hub(error)}") from error
+        raise UsageError(f"{_what_was_loaded(error)} cannot be loaded: {_reason(error)}") from error
+
+
+def _what_was_loaded(error: Exception) -> str:
+    """The task that lm-eval was making when `error` was raised, which it does not name, and the files of its data."""
+    from lm_eval.api.task import Task
+
+    config = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Task):
+            config = getattr(owner, "config", None)  # a task of the user's own class may have none yet
+    if config is None:
+        return "The tasks"
+    files_of_data = (config.dataset_kwargs or {}).get("data_files")
+    return f"The task {config.task} (data_files: {files_of_data})" if files_of_data else f"The task {config.task}"
+
+
+def _reason(error: Exception) -> str:
+    """The reason that tasks cannot be loaded, with what led to the error, and what to do."""
+    about_the_hub = _about_the_hub(error)
+    if about_the_hub:
+        return first_line(error) + about_the_hub
+    reason = first_line(error)
+    cause = error.__cause__
+    if isinstance(cause, Exception):
+        reason += f" ({first_line(cause)})"
+    if isinstance(error, FileNotFoundError):
+        reason += ". Paths in a task's file are relative to the folder in which the command runs."
+    return reason
 
 
 def _about_the_hub(error: Exception) -> str:
@@ -169,9 +199,15 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
 
 
 def check(name: str) -> None:
-    """Raise DuelError for a file or a pattern that does not exist, before anything is loaded."""
-    if is_yaml(name) and not Path(name).is_file() and not glob.glob(name):
-        raise DuelError(f"--tasks {name}: there is no such file.")
+    """Raise DuelError for a file or a pattern that does not exist or cannot be read, before anything is loaded."""
+    if is_yaml(name):
+        matches = [name] if Path(name).is_file() else sorted(glob.glob(name))
+        if not matches:
+            raise DuelError(f"--tasks {name}: there is no such file.")
+        for file in matches:
+            problem = _why_unreadable(Path(file))
+            if problem:
+                raise DuelError(f"--tasks {name}:{problem}")
     if is_text(name):
         files.find([name])
 
@@ -293,18 +329,24 @@ def unreadable(folders: Iterable[str | Path]) -> str:
 
     lm-eval leaves out a folder that does not exist, and a task file whose `include` does not, and then finds no task.
     """
-    from lm_eval.tasks._yaml_loader import load_yaml
-    from yaml import YAMLError
-
     text = ""
     for folder in folders:
         if not Path(folder).is_dir():
             text += f" There is no folder {folder} (--include_path)."
         for file in sorted(Path(folder).rglob("*.yaml")):
-            try:
-                load_yaml(file, resolve_func=False)
-            except OSError as error:
-                text += f" {file} includes a file that cannot be read: {about_file(error)}"
-            except (ValueError, YAMLError) as error:
-                text += f" {file} cannot be read: {' '.join(str(error).split())}."
+            text += _why_unreadable(file)
     return text
+
+
+def _why_unreadable(file: Path) -> str:
+    """A sentence on a task file that cannot be read, with a space before it; empty for one that can."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+    from yaml import YAMLError
+
+    try:
+        load_yaml(file, resolve_func=False)
+    except OSError as error:
+        return f" {file} includes a file that cannot be read: {about_file(error)}"
+    except (ValueError, YAMLError) as error:
+        return f" {file} cannot be read: {' '.join(str(error).split())}."
+    return ""

@@ -84,6 +84,17 @@ def test_an_error_that_names_github_is_not_one_of_the_hub():
     assert "duel_text" in str(error.value)
 
 
+@pytest.mark.parametrize("data_files", ["nowhere.jsonl", "nowhere*.jsonl"])
+def test_a_task_without_its_data_is_named(data_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        f"task: my_own\ndataset_path: json\ndataset_kwargs: {{data_files: {data_files}}}\ntest_split: train\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+    )
+    with pytest.raises(UsageError, match=r"my_own.*nowhere.*jsonl"):
+        named.load(["mine.yaml"], {})
+
+
 def test_too_many_positions_are_not_begun():
     code, message = code_of(["generate", "demo-bd", "--max_new_tokens", "100000", "--device", "cpu"])
     assert code == exits.WRONG, message
@@ -105,6 +116,7 @@ def test_a_task_file_that_cannot_be_read_is_not_begun(tmp_path, monkeypatch):
         code, message = code_of(["run", "demo-mdm", "--tasks", "mine.yaml", "--device", "cpu"])
         assert code == exits.WRONG
         assert named_file in message
+        assert "mine.yaml" in message
 
 
 def test_results_that_cannot_be_compared_are_not_begun(tmp_path):
