@@ -199,8 +199,10 @@ class Checked(Around):
         except (DuelError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            reads_none = predictions is None and self.rule.fixed
+            advice = " It declares fixed = True, so it gets no predictions: leave fixed out." if reads_none else ""
             raise DuelError(
-                f"Rule {self} raised {type(error).__name__}: {error} ({_line_of(self.rule, error)})."
+                f"Rule {self} raised {type(error).__name__}: {error} ({_line_of(self.rule, error)}).{advice}"
             ) from error
         decision = self._of_form(returned, lanes)
         pick = decision.pick  # (R, W)

@@ -48,7 +48,7 @@ def find(name: str) -> type[Rule]:
 
 
 def require_contract(rule: type[Rule]) -> None:
-    """Raise DuelError, with its file and line, for a class that cannot be called as a rule, or lacks its decorator."""
+    """Raise DuelError, with its file and line, for a class that cannot be called as a rule, or contradicts itself."""
     if rule.__call__ is Rule.__call__:
         raise DuelError(f"The rule {rule.__qualname__} ({place(rule)}) has no method __call__. {_contract()}")
     try:
@@ -66,6 +66,11 @@ def require_contract(rule: type[Rule]) -> None:
             "parameter of it: write @dataclasses.dataclass(frozen=True) above the class."
         )
     _require_spelling(rule)
+    if rule.state_only is True and rule.reads_step is True:
+        raise DuelError(
+            f"The rule {rule.__qualname__} ({place(rule)}) has state_only = True and reads_step = True, which "
+            "contradict each other: state_only says that picks depend on the revealed tokens alone. Leave one out."
+        )
 
 
 def _require_spelling(rule: type[Rule]) -> None:

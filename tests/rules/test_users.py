@@ -36,6 +36,12 @@ BEFORE_A_RUN = {
         7,
     ),
     "not frozen": (rule_with("__call__(self, predictions, lanes): pass").replace("(frozen=True)", ""), LINE - 2),
+    "attributes that contradict each other": (
+        rule_with(
+            "__call__(self, predictions, lanes): return lanes.masked\n    state_only = True\n    reads_step = True"
+        ),
+        LINE,
+    ),
     "a syntax error": (HEAD + "class Mine(Rule)\n", LINE - 1),
     "an import that is missing": ("import dataclasses\nimport no_module_of_this_name\n", 2),
 }
@@ -70,6 +76,13 @@ def test_an_answer_that_is_no_pick_is_refused(fault, tmp_path):
     with pytest.raises(DuelError) as error:
         Duel(Toy(length=6), f"{file}:Mine", 6).log_prob(windows)
     assert f"{file}, line {LINE}" in str(error.value)
+
+
+def test_a_fixed_rule_that_reads_predictions_is_told_why_it_has_none(tmp_path):
+    code = rule_with("__call__(self, predictions, lanes): return predictions.confidence > 0\n    fixed = True")
+    file = written(tmp_path, code, "fixed")
+    with pytest.raises(DuelError, match="fixed = True"):
+        Duel(Toy(length=6), f"{file}:Mine", 6).log_prob([Window((), (0, 1, 0, 1, 2, 1))])
 
 
 def test_an_instance_is_held_to_the_same_contract(tmp_path):
