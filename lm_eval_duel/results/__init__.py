@@ -8,7 +8,7 @@ A number on its way from a file to a table:
                        match.py      runs that may share a table, or the first field in which they differ
                        rows.py       a `Row` for each value of a run's task: its `Value`, its errors, its name
                        compare.py    a `ComparedRow` for each row: whether it is the best, and by gaps.py its interval
-                                     (stats.py), the gap that it closes and what its cache costs
+                                     (stats.py), the gap that it closes and what its cache costs; notes.py: notes on all
                        standings.py  the rows of one method over tasks: means and ranks
                        costs.py      the time of each run, over the times of others
     tables             columns.py    which columns a table of rows has, and run_tables.py: one of whole runs; table.py:

@@ -13,13 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import gaps, match, order, ranks, rows
-from lm_eval_duel.results.doubts import FULL_PRECISION
+from lm_eval_duel.results import gaps, match, notes, order, ranks, rows
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.ranks import Place
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Run, documents_scored
-from lm_eval_duel.results.table import WORDS, Note, number, percent
+from lm_eval_duel.results.runs import Run, size_in_words
+from lm_eval_duel.results.table import WORDS, Note
 from lm_eval_duel.rules import family
 
 RULES = "rules"
@@ -92,9 +91,12 @@ class Comparison:
     @property
     def size(self) -> str:
         """The number of documents, as `36 documents` or `12 of 36 documents`; empty if it is not known."""
-        scored = documents_scored(self.documents, self.available)
-        noun = "document" if scored == "1" else "documents"
-        return f"{scored} {noun}" if scored else ""
+        return size_in_words(self.documents, self.available)
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of their tokens; None if it is not known, or models with other tokenizers count others."""
+        return _shared(each.row.tokens for each in self.rows)
 
     @property
     def has_gap(self) -> bool:
@@ -154,7 +156,7 @@ def task(
             closed = gaps.close_gap(row, elbo, ar, draws, why)
             drawn_elbo = next((other for other in elbos if other.is_drawn_bound), None)
             if elbo is not None:
-                described[elbo] = _describe(elbo, why)
+                described[elbo] = notes.about_elbo(elbo, why)
         shown.append(
             ComparedRow(
                 row=row,
@@ -171,17 +173,17 @@ def task(
             )
         )
 
-    notes = _unknown_tokens(name, compared)
+    notes_of_task = notes.unknown_tokens(name, compared)
     for row in table.rows:  # in the order of the table
         if row in described:
-            notes.append(described[row])
-    notes += _precision(compared)
-    windows = _windows(compared)
-    notes.append(windows)
-    notes += dict.fromkeys([*left_out, *table.notes])
+            notes_of_task.append(described[row])
+    notes_of_task += notes.precision(compared)
+    windows = notes.windows(compared)
+    notes_of_task.append(windows)
+    notes_of_task += dict.fromkeys([*left_out, *table.notes])
     if metric in OTHER_UNITS and _closes_a_gap(shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
-        notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
+        notes_of_task.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
 
     return Comparison(
         name=name,
@@ -194,7 +196,7 @@ def task(
         differences=differences,
         as_published=as_published,
         windows=windows,
-        notes=notes,
+        notes=notes_of_task,
         draws=draws,
         same=table.same,
     )
@@ -379,62 +381,6 @@ def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
         return each.row.run.has_cache, each.closed.elbo is None, seed, each.row.value
 
     return min(of_paper or duels, key=preference, default=None)
-
-
-# ---------------------------------------------------------------- notes
-
-
-def _describe(elbo: Row, why: str) -> str:
-    """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
-    spec = elbo.run.spec
-    if elbo.entry.lattice:
-        text = f"exact, the mean over all orders in blocks of {elbo.block} (elbo_exact)"
-    else:
-        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}"
-        if "elbo_form" in spec:
-            text += f", elbo_form={spec['elbo_form']}"
-        text += f", elbo_block={elbo.block}"
-        if elbo.eps:
-            text += f", elbo_eps={elbo.eps:g} (above 0: NO bound)"
-        text += ", no standard error" if elbo.stderr is None else f", standard error {number(elbo.stderr, '.2g')}"
-    variant = f" ({elbo.variant})" if elbo.variant else ""
-    remark = f" ({why})" if why else ""
-    return f"ELBO of {elbo.model}{variant}: {text}{remark}"
-
-
-def _unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:
-    """Notes on unknown tokens."""
-    notes: list[str] = []
-    for run in compared:
-        share = run.tasks[name].unknown
-        note = (
-            f"{percent(share)} of the tokens of {run.label} are [UNK]: its bits per byte, byte and word perplexity are "
-            "not a likelihood of the text"
-        )
-        if share and note not in notes:
-            notes.append(note)
-    return notes
-
-
-def _precision(compared: Sequence[Run]) -> list[str]:
-    """Notes on networks in low precision, whose orders and sums are coarser."""
-    notes = []
-    for run in compared:
-        if run.config.dtype not in FULL_PRECISION:
-            remedy = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
-            notes.append(f"{run.label} ran in {run.config.dtype}{remedy}: {run.short_name}")
-    return notes
-
-
-def _windows(compared: Sequence[Run]) -> str:
-    """A note on how the documents were cut."""
-    windows: dict[str, dict[str, None]] = {}
-    for run in compared:
-        windows.setdefault(run.label, {})[match.windows_of(run)] = None
-    listed = []
-    for label, of_label in windows.items():
-        listed.append(f"{label}: {' and '.join(of_label)}")
-    return f"windows: {'; '.join(listed)}"
 
 
 # ---------------------------------------------------------------- speeds

@@ -24,7 +24,7 @@ from lm_eval_duel.results import columns, files, gaps, published
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
-from lm_eval_duel.results.runs import common_folder, is_limited
+from lm_eval_duel.results.runs import common_folder
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, ORACLE, RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import WORDS, Table, number
 
@@ -205,9 +205,6 @@ def notes(report: Report) -> list[str]:
     for note in report.notes:
         if note.fact:
             texts.append(note.fact)
-    for name, task in report.tasks.items():
-        if is_limited(task.documents, task.available):
-            texts.append(f"{name}: {task.size}")
     for text, names in tasks_of_notes.items():
         holds_for_all = len(names) == len(report.tasks)
         texts.append(text if holds_for_all else f"{', '.join(names)}: {text}")

@@ -12,6 +12,7 @@ from lm_eval_duel.results import columns, gaps, ranks, run_tables
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import CLOSE, EXACT, MONTE_CARLO, Pair
 from lm_eval_duel.results.ranks import TIED, Place
+from lm_eval_duel.results.runs import Run, size_in_words
 from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import MINUS, Cell, Note, number, split
@@ -28,7 +29,7 @@ class Column:
     """A head, and the cell of a method below it.
 
     `group`: of columns that the page can hide together. `below`: the interval that stands below a cell. `about`: a
-    remark on the whole column.
+    remark on the whole column. `counts`: what its values are over, which stands below the head.
     """
 
     head: str
@@ -36,6 +37,7 @@ class Column:
     group: str = "name"
     below: Callable[[Standing], str] = lambda row: ""
     about: str = ""
+    counts: str = ""
 
     @property
     def classes(self) -> str:
@@ -74,7 +76,7 @@ def columns_of(report: Report) -> list[Column]:
             shown.append(of_task(name, task))
     for name in report.scored:
         for metric in run_tables.metrics_of(name, report.runs):
-            shown.append(_average_column(name, metric))
+            shown.append(_average_column(name, metric, report.runs))
     return [
         *shown,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
@@ -87,8 +89,14 @@ def columns_of(report: Report) -> list[Column]:
 
 
 def _value_column(name: str, task: Comparison) -> Column:
-    head = f"{name} {columns.SHORT[task.metric]}"
-    return Column(head, columns.on_task(name, _value), "value", columns.on_task(name, columns.interval))
+    tokens = f"{task.tokens:,}\u00a0tokens" if task.tokens else ""  # a line may break before it, not in it
+    return Column(
+        f"{name} {columns.SHORT[task.metric]}",
+        columns.on_task(name, _value),
+        "value",
+        below=columns.on_task(name, columns.interval),
+        counts=", ".join(filter(None, [task.size, tokens])),
+    )
 
 
 def _next_lower_column(name: str, task: Comparison) -> Column:
@@ -183,14 +191,29 @@ def _closed(each: ComparedRow) -> Cell:
     return text, Note.joined([Note(whose_gap), each.closed.reason])
 
 
-def _average_column(name: str, metric: str) -> Column:
-    """An average other than a perplexity."""
+def _average_column(name: str, metric: str, runs: Sequence[Run]) -> Column:
+    """An average other than a perplexity. If runs have different documents, each cell says how many."""
+    sizes: dict[str, None] = {}
+    for run in runs:
+        if metric in run.scores(name):
+            sizes[_size(run, name)] = None
+    is_shared = len(sizes) == 1
 
     def cell(row: Standing) -> Cell:
         run = row.method.scored.get(name)
-        return "" if run is None else run_tables.average_with_doubts(run, name, metric)
+        if run is None:
+            return ""
+        text, remark = split(run_tables.average_with_doubts(run, name, metric))
+        if is_shared or not text:
+            return text, remark
+        return text, Note.joined([Note(_size(run, name)), remark])
 
-    return Column(f"{name} {metric}", cell, "average")
+    return Column(f"{name} {metric}", cell, "average", counts=next(iter(sizes)) if is_shared else "")
+
+
+def _size(run: Run, name: str) -> str:
+    task = run.every_task[name]
+    return size_in_words(task.size, task.available)
 
 
 def is_filled(column: Column, rows: Iterable[Standing]) -> bool:

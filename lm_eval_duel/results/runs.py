@@ -334,6 +334,13 @@ def documents_scored(size: int | None, available: int | None) -> str:
     return "" if size is None else f"{size:,}"
 
 
+def size_in_words(size: int | None, available: int | None) -> str:
+    """The same with its noun, as `36 documents` or `12 of 36 documents`."""
+    scored = documents_scored(size, available)
+    noun = "document" if scored == "1" else "documents"
+    return f"{scored} {noun}" if scored else ""
+
+
 def pretrained_of(config: Config, header: Header) -> str:
     """The name that a model was loaded by."""
     return config.duel.get("pretrained") or config.model_args.get("pretrained") or header.model_name or config.model

@@ -302,21 +302,48 @@ def test_a_name_stands_in_the_first_of_its_rows_only():
 
 
 def test_notes_of_the_page_say_for_which_tasks_they_hold():
-    def task(*notes, documents=4, available=4, differences=()):
-        size = f"{documents} of {available} documents"
-        return SimpleNamespace(
-            notes=notes, differences=differences, documents=documents, available=available, size=size
-        )
+    def task(*notes, differences=()):
+        return SimpleNamespace(notes=notes, differences=differences)
 
     tasks = {
         "a": task("all", "two", "one"),
-        "b": task("all", "two", documents=3),
+        "b": task("all", "two"),
         "c": task("all", differences=["in /home/me/r/x.json"]),
     }
     run_of_x = SimpleNamespace(file=reports.read.Path("/home/me/r/x.json"), name="/home/me/r/x.json")
     content = SimpleNamespace(tasks=tasks, runs=[run_of_x], notes=[Note("fact", "advice"), Note("", "advice")])
 
-    assert page.notes(content) == ["fact", "b: 3 of 4 documents", "all", "a, b: two", "a: one", "c: in x.json"]
+    assert page.notes(content) == ["fact", "all", "a, b: two", "a: one", "c: in x.json"]
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "averages", "below_heads", "remarks"),
+    [
+        (None, (90, 90), (12, 12), ["3 of 99 documents, 90 tokens", "12 of 99 documents"], [None, None]),
+        (99, (90, 90), (99, 99), ["99 documents, 90 tokens", "99 documents"], [None, None]),
+        (None, (90, 70), (12, 12), ["3 of 99 documents", "12 of 99 documents"], [None, None]),  # other tokenizers
+        (None, (90, 90), (12, 99), ["3 of 99 documents, 90 tokens"], ["12 of 99 documents", "99 documents"]),
+    ],
+)
+def test_a_head_of_the_page_says_what_its_values_are_over(tmp_path, size, tokens, averages, below_heads, remarks):
+    """How many documents and tokens, if all rows agree; averages of different documents say so one by one."""
+    for model, count, of_average in zip("MN", tokens, averages, strict=True):
+        file = ours(tmp_path, docs=docs("sotu"), model=model, size=size)
+        put(file, "config.duel.tasks.sotu.tokens", count)
+        put(file, "config.duel.tasks.sotu.values", {})
+        put(file, "config.duel.tasks.sotu.documents", size or 3)
+        put(file, "results.choice", {"acc,none": 0.5, "acc_stderr,none": 0.125})
+        put(file, ["n-samples", "choice"], {"original": 99, "effective": of_average})
+
+    content = board(tmp_path)
+
+    shown = page.html(content, None)
+    heads = re.findall(r"</button><small>(.*?)</small></th>", shown)
+    assert [head.replace("\u00a0", " ") for head in heads] == below_heads
+    [average] = [column for column in page_columns.columns_of(content) if column.head == "choice acc"]
+    for row, remark in zip(content.standings.rows, remarks, strict=True):
+        _, note = split(average.cell(row))
+        assert note.fact == (remark or "")
 
 
 def test_a_remark_belongs_to_all_groups_of_columns_that_refer_to_it():

@@ -1,0 +1,64 @@
+"""The notes below the tables of a task: which ELBO was used, unknown tokens, low precision, how documents were cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_eval_duel.results import match
+from lm_eval_duel.results.doubts import FULL_PRECISION
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.table import number, percent
+
+
+def about_elbo(elbo: Row, why: str) -> str:
+    """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
+    spec = elbo.run.spec
+    if elbo.entry.lattice:
+        text = f"exact, the mean over all orders in blocks of {elbo.block} (elbo_exact)"
+    else:
+        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}"
+        if "elbo_form" in spec:
+            text += f", elbo_form={spec['elbo_form']}"
+        text += f", elbo_block={elbo.block}"
+        if elbo.eps:
+            text += f", elbo_eps={elbo.eps:g} (above 0: NO bound)"
+        text += ", no standard error" if elbo.stderr is None else f", standard error {number(elbo.stderr, '.2g')}"
+    variant = f" ({elbo.variant})" if elbo.variant else ""
+    remark = f" ({why})" if why else ""
+    return f"ELBO of {elbo.model}{variant}: {text}{remark}"
+
+
+def unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:
+    """Notes on unknown tokens."""
+    notes: list[str] = []
+    for run in compared:
+        share = run.tasks[name].unknown
+        note = (
+            f"{percent(share)} of the tokens of {run.label} are [UNK]: its bits per byte, byte and word perplexity are "
+            "not a likelihood of the text"
+        )
+        if share and note not in notes:
+            notes.append(note)
+    return notes
+
+
+def precision(compared: Sequence[Run]) -> list[str]:
+    """Notes on networks in low precision, whose orders and sums are coarser."""
+    notes = []
+    for run in compared:
+        if run.config.dtype not in FULL_PRECISION:
+            remedy = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
+            notes.append(f"{run.label} ran in {run.config.dtype}{remedy}: {run.short_name}")
+    return notes
+
+
+def windows(compared: Sequence[Run]) -> str:
+    """A note on how the documents were cut."""
+    cuts: dict[str, dict[str, None]] = {}
+    for run in compared:
+        cuts.setdefault(run.label, {})[match.windows_of(run)] = None
+    listed = []
+    for label, of_label in cuts.items():
+        listed.append(f"{label}: {' and '.join(of_label)}")
+    return f"windows: {'; '.join(listed)}"
