@@ -192,9 +192,9 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
     }
     for attribute, title in (("next_lower", "next lower"), ("lowest", "lowest")):
         group = f"from the {title}"
-        shown[Head(group, group, unit)] = _of_other_row(attribute, _difference)
-        shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = _of_other_row(attribute, interval_of)
-        shown[Head(f"{title}: worse?", group, "worse?")] = _of_other_row(attribute, is_worse)
+        shown[Head(group, group, unit)] = of_other_row(attribute, _difference)
+        shown[Head(f"{title}: {LEVEL}", group, LEVEL)] = of_other_row(attribute, interval_of)
+        shown[Head(f"{title}: worse?", group, "worse?")] = of_other_row(attribute, is_worse)
     pairs = []
     for each in best_first:
         pairs += filter(None, [each.place.next_lower, each.place.lowest])
@@ -202,12 +202,15 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
     return Table.from_records(f"Ranks, and paired differences in {unit}", best_first, shown, about)
 
 
-def _of_other_row(attribute: str, cell: Callable[[Pair], Cell]) -> Callable[[ComparedRow], Cell]:
-    """The cells of rows for an attribute of `Place`: what `cell` shows of that pair; empty for the row of rank 1."""
+def of_other_row(attribute: str, cell: Callable[[Pair], Any]) -> Callable[[ComparedRow], Any]:
+    """The cells of rows for an attribute of `Place`: what `cell` shows of that pair.
 
-    def cell_of_row(each: ComparedRow) -> Cell:
-        pair = getattr(each.place, attribute)
-        return None if pair is None else cell(pair)
+    Empty for the row of rank 1, and for rows without a rank.
+    """
+
+    def cell_of_row(each: ComparedRow) -> Any:
+        pair = getattr(each.place, attribute) if each.place else None
+        return cell(pair) if pair else ""
 
     return cell_of_row
 

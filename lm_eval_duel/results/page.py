@@ -22,7 +22,7 @@ from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import counted
 from lm_eval_duel.results import columns, files, gaps, published
 from lm_eval_duel.results.compare import Comparison
-from lm_eval_duel.results.page_columns import columns_of, is_filled, marked, remarks_of, texts_of, with_minus_signs
+from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, ORACLE, RankedMethod, Standing, Standings
@@ -54,11 +54,9 @@ def html(report: Report, title: str | None) -> str:
     rows: list[Standing] = []
     for _, members in groups:
         rows += members
-    shown = [column for column in columns_of(report) if is_filled(column, rows)]
+    shown, cells = cells_of(rows, columns_of(report))
     hidden = HIDDEN if len(report.tasks) < 2 else HIDDEN_OF_SEVERAL
-    remarks = remarks_of(rows, shown, hidden)
-    heads = [marked(column.head, column.about, remarks) for column in shown]
-    texts = texts_of(rows, shown, remarks)
+    remarks = remarks_of(shown, cells.values(), hidden)
     folder = common_folder(report.runs)
     tables_of_others = []
     for source in report.published:
@@ -81,9 +79,9 @@ def html(report: Report, title: str | None) -> str:
         switches=_switches(report),
         hidden=hidden,
         columns=shown,
-        heads=heads,
         groups=groups,
-        texts=texts,
+        cells=cells,
+        marked=lambda text, remark: marked(text, remark, remarks),
         remarks=remarks.values(),
         differences=_differences(report),
         most_open=MOST_OPEN,

@@ -1,9 +1,9 @@
-"""The columns of the page, and the remarks that their cells and heads refer to."""
+"""The columns of the page, their cells, and the remarks that cells and heads refer to."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lm_eval_duel.results import columns, gaps, ranks, run_tables
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import CLOSE, EXACT, MONTE_CARLO, Pair
-from lm_eval_duel.results.ranks import TIED, Place
+from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import Run, size_in_words
 from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
@@ -46,6 +46,16 @@ class Column:
         if self.group == "name":
             key = f"k-{self.head.replace('#', 'rank')}"
         return key if self.head in PLAIN else f"{key} number"
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCell:
+    """A cell of a row: its text, the text of its remark, and what stands below."""
+
+    column: Column
+    text: str
+    remark: str
+    below: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,34 +110,34 @@ def _value_column(name: str, task: Comparison) -> Column:
 
 
 def _next_lower_column(name: str, task: Comparison) -> Column:
-    return _place_column(f"{name} from next lower", "next", name, task, operator.attrgetter("next_lower"))
+    return _place_column(f"{name} from next lower", "next", name, task, "next_lower")
 
 
 def _lowest_column(name: str, task: Comparison) -> Column:
-    return _place_column(f"{name} from lowest", "lowest", name, task, operator.attrgetter("lowest"))
+    return _place_column(f"{name} from lowest", "lowest", name, task, "lowest")
 
 
-def _place_column(head: str, group: str, name: str, task: Comparison, pair: Callable[[Place], Pair | None]) -> Column:
-    """The paired differences of a task's rows from another row, with the intervals that say which are tied."""
+def _place_column(head: str, group: str, name: str, task: Comparison, attribute: str) -> Column:
+    """The paired differences of a task's rows from another row, with the intervals that say which are tied.
 
-    def cell(each: ComparedRow) -> Cell:
-        compared = pair(each.place) if each.place else None
-        if compared is None:
-            return ""
-        is_decided = compared.better or ranks.is_tied(compared)
-        no_verdict = Note("" if is_decided else compared.verdict)
-        return number(compared.difference, "+.4f"), Note.joined([no_verdict, compared.reason])
-
-    def below(each: ComparedRow) -> str:
-        compared = pair(each.place) if each.place else None
-        if compared is None:
-            return ""
-        tied = f"{TIED}: " if ranks.is_tied(compared) else ""
-        return tied + columns.interval_of(compared)
-
+    `attribute`: of `Place`, the pair with that row.
+    """
+    difference = columns.of_other_row(attribute, _difference)
+    interval = columns.of_other_row(attribute, _interval)
     differences = f"paired differences of {MINUS}log p over documents, in nats per {gaps.unit(task.metric)}"
     about = f"{differences}: above 0 the row is worse. {columns.SINGLE}"
-    return Column(head, columns.on_task(name, cell), group, columns.on_task(name, below), about)
+    return Column(head, columns.on_task(name, difference), group, columns.on_task(name, interval), about)
+
+
+def _difference(pair: Pair) -> Cell:
+    is_decided = pair.better or ranks.is_tied(pair)
+    no_verdict = Note("" if is_decided else pair.verdict)
+    return number(pair.difference, "+.4f"), Note.joined([no_verdict, pair.reason])
+
+
+def _interval(pair: Pair) -> str:
+    tied = f"{TIED}: " if ranks.is_tied(pair) else ""
+    return tied + columns.interval_of(pair)
 
 
 def _below_rank(standings: Standings, row: Standing) -> str:
@@ -216,20 +226,38 @@ def _size(run: Run, name: str) -> str:
     return size_in_words(task.size, task.available)
 
 
-def is_filled(column: Column, rows: Iterable[Standing]) -> bool:
-    """True if a cell of the column has a text or a remark."""
-    for row in rows:
-        text, note = split(column.cell(row))
-        if text or note.fact:
-            return True
-    return False
+# ---------------------------------------------------------------- cells
+
+
+def cells_of(
+    rows: Sequence[Standing], columns_of_page: Iterable[Column]
+) -> tuple[list[Column], dict[Standing, list[PageCell]]]:
+    """The columns in which any row has a text or a remark, and the cells of each row in their order."""
+    shown = []
+    cells: dict[Standing, list[PageCell]] = {row: [] for row in rows}
+    for column in columns_of_page:
+        cells_of_column = [_cell(column, row) for row in rows]
+        if not any(cell.text or cell.remark for cell in cells_of_column):
+            continue
+        shown.append(column)
+        for row, cell in zip(rows, cells_of_column, strict=True):
+            cells[row].append(cell)
+    return shown, cells
+
+
+def _cell(column: Column, row: Standing) -> PageCell:
+    text, note = split(column.cell(row))
+    text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # a line may break before an error only
+    return PageCell(column, text, note.fact, column.below(row))
 
 
 # ---------------------------------------------------------------- remarks
 
 
-def remarks_of(rows: Sequence[Standing], shown: Sequence[Column], hidden: Collection[str]) -> dict[str, Remark]:
-    """The remarks on columns and their cells, each once, by its text.
+def remarks_of(
+    shown: Sequence[Column], rows: Iterable[Sequence[PageCell]], hidden: Collection[str]
+) -> dict[str, Remark]:
+    """The remarks on columns and on the cells of rows, each once, by its text.
 
     They are numbered as they are first referred to. Columns of `hidden` groups come last, so that no number is missing
     before the reader shows them.
@@ -243,14 +271,14 @@ def remarks_of(rows: Sequence[Standing], shown: Sequence[Column], hidden: Collec
         if group not in remark.groups:
             remark.groups.append(group)
 
+    cells = list(itertools.chain.from_iterable(rows))
     for are_hidden in (False, True):
-        some_columns = [column for column in shown if (column.group in hidden) == are_hidden]
-        for column in some_columns:
-            add(column.about, column.group)
-        for row in rows:
-            for column in some_columns:
-                _, note = split(column.cell(row))
-                add(note.fact, column.group)
+        for column in shown:
+            if (column.group in hidden) == are_hidden:
+                add(column.about, column.group)
+        for cell in cells:
+            if (cell.column.group in hidden) == are_hidden:
+                add(cell.remark, cell.column.group)
     return remarks
 
 
@@ -265,17 +293,3 @@ HYPHEN = re.compile(r"(?<![\w.])-(?=\d)")  # before a number; not the one inside
 def with_minus_signs(text: str) -> str:
     """A text whose negative numbers have the minus sign of type."""
     return HYPHEN.sub(MINUS, text)
-
-
-def texts_of(
-    rows: Iterable[Standing], shown: Sequence[Column], remarks: Mapping[str, Remark]
-) -> dict[Standing, list[str]]:
-    """The text of each cell, with the marks of its remarks."""
-    texts: dict[Standing, list[str]] = {}
-    for row in rows:
-        texts[row] = []
-        for column in shown:
-            text, note = split(column.cell(row))
-            text = text.replace("≤ ", "≤\u00a0").replace("± ", "±\u00a0")  # a line may break before an error only
-            texts[row].append(marked(text, note.fact, remarks))
-    return texts

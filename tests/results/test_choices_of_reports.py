@@ -350,30 +350,34 @@ def test_a_remark_belongs_to_all_groups_of_columns_that_refer_to_it():
     def cell(text):
         return lambda row: (text, Note("why"))
 
-    shown = [
+    every_column = [
         page_columns.Column("a", cell("1"), "value"),
+        page_columns.Column("empty", lambda row: "", "value", about="a remark on no cell"),
         page_columns.Column("b", cell("2"), "gap"),
         page_columns.Column("c", cell("3"), "gap"),
     ]
 
-    remarks = page_columns.remarks_of(["row"], shown, hidden=())
-    texts = page_columns.texts_of(["row"], shown, remarks)
+    shown, cells = page_columns.cells_of(["row"], every_column)
+    remarks = page_columns.remarks_of(shown, cells.values(), hidden=())
+    texts = [page_columns.marked(cell.text, cell.remark, remarks) for cell in cells["row"]]
     [remark] = remarks.values()
 
     assert remark.mark == "[1]"
     assert remark.text == "why"
     assert remark.groups == ["value", "gap"]
-    assert texts["row"] == ["1\u00a0[1]", "2\u00a0[1]", "3\u00a0[1]"]
+    assert [column.head for column in shown] == ["a", "b", "c"]
+    assert texts == ["1\u00a0[1]", "2\u00a0[1]", "3\u00a0[1]"]
 
 
 def test_remarks_of_hidden_columns_have_the_last_numbers():
-    shown = [
-        page_columns.Column("a", lambda row: "", "hidden", about="on a whole column"),
+    every_column = [
+        page_columns.Column("a", lambda row: "1", "hidden", about="on a whole column"),
         page_columns.Column("b", lambda row: ("", Note(f"on {row}")), "hidden"),
         page_columns.Column("c", lambda row: ("", Note(f"of {row}")), "shown"),
     ]
 
-    remarks = page_columns.remarks_of(["x", "y"], shown, {"hidden"})
+    shown, cells = page_columns.cells_of(["x", "y"], every_column)
+    remarks = page_columns.remarks_of(shown, cells.values(), {"hidden"})
 
     assert list(remarks) == ["of x", "of y", "on a whole column", "on x", "on y"]
     assert [remark.mark for remark in remarks.values()] == ["[1]", "[2]", "[3]", "[4]", "[5]"]
