@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 FIRST_CALLS = 8  # of a run that are repeated
+MOST_STEPS = 10_000  # of a block; a rule that still picks nothing then is taken to wait for ever
 FORMS = {
     "pick": "a boolean tensor (R, W)",
     "decision_margin": "a number for each lane (R,)",
     "memory": "tensors (R, W, ...)",
 }
+ADVICE_ON_NAN = (
+    "Statistics are NaN where a position is not masked. Take means, maxima and ranks over lanes.masked: with "
+    "torch.nanmean, or after masked_fill(~lanes.masked, ...)."
+)
 OTHERS = ("memory", "carried")  # fields of lanes that are several planes
 
 
@@ -62,19 +67,20 @@ class Checked(Around):
     """A user's rule with checks of what it returns. It may return the pick alone, without a `Decision`.
 
     The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
-    predictions, at another step if the rule is `state_only`, with other predictions in all lanes but one, and on this
-    lane alone. Picks and memory must agree, except in near ties. The near ties of a rule without a decision_margin are
-    not known, so if it decides differently for a lane alone, this is counted and logged. The checks detect a rule that
-    is no function of a lane's predictions, but they prove nothing; `verify` asks again.
+    predictions, while no NaN may decide (`NoNaN`), at another step if the rule is `state_only`, with other predictions
+    in all lanes but one, and on this lane alone. Picks and memory must agree, except in near ties. The near ties of a
+    rule without a decision_margin are not known, so if it decides differently for a lane alone, this is counted and
+    logged. The checks detect a rule that is no function of a lane's predictions, but they prove nothing; `verify` asks
+    again.
 
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
     Raises:
-        DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, or
-            changed the lanes.
+        DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, changed
+            the lanes, or let a NaN decide.
         InconsistentOutput: it decided differently when it was asked again.
         RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set
-            and its step or memory moves on.
+            and its step or memory moves on, for 10,000 steps of a block.
     """
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
@@ -91,6 +97,9 @@ class Checked(Around):
         if self.counts.decisions_checked >= FIRST_CALLS:
             return self._decided(predictions, lanes)
         return self._repeated(predictions, lanes)
+
+    def after_first(self) -> Rule:
+        return dataclasses.replace(self, rule=self.rule.after_first())
 
     def repeat_last(self) -> None:
         """Ask for the last decision again, which shows what a counter in the rule has changed since the first ones."""
@@ -111,13 +120,18 @@ class Checked(Around):
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
         import torch
 
+        from lm_eval_duel.rules.nan_checks import NoNaN
+
         self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
         decision = self._decided(predictions, lanes)
         if not all(map(torch.equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
+        if decision.decision_margin is not None and decision.decision_margin.isnan().any():
+            raise DuelError(f"{self._with_place}: its decision_margin is NaN. {ADVICE_ON_NAN}")
         near = decision.near_tie  # (R,)
-        again = self._decided(predictions, lanes)
+        with NoNaN(lanes.masked):
+            again = self._decided(predictions, lanes)
         if not _agree(decision, again, ~near):
             self._differs("when it was asked again")
             return decision
@@ -194,10 +208,14 @@ class Checked(Around):
         """The rule's decision, of the right form."""
         import torch
 
+        from lm_eval_duel.rules.nan_checks import DecidedByNaN
+
         try:
             returned: Any = self.rule(predictions, lanes)
         except (DuelError, torch.OutOfMemoryError):
             raise
+        except DecidedByNaN as error:
+            raise DuelError(f"Rule {self}: {error} ({_line_of(self.rule, error)}). {ADVICE_ON_NAN}") from error
         except Exception as error:
             reads_none = predictions is None and self.rule.fixed
             advice = " It declares fixed = True, so it gets no predictions: leave fixed out." if reads_none else ""
@@ -214,15 +232,17 @@ class Checked(Around):
             if picks_revealed[lane]:
                 what = "picked a position that is not masked: pick among lanes.masked only"
             else:
-                what = f"picked nothing: {self._advice_on_nothing()}"
+                what = f"picked nothing: {self._advice_on_nothing(lanes, lane)}"
             raise RuleStalled(f"{self._with_place} {what}.", lane=lane)
         return decision
 
-    def _advice_on_nothing(self) -> str:
+    def _advice_on_nothing(self, lanes: Any, lane: int) -> str:
         """The advice for a lane without a pick."""
         advice = "pick a masked position in each lane (the statistics of others are NaN)"
         if not self.may_pick_none:
             return f"{advice}, or set may_pick_none if it reads the step or its memory moves on"
+        if lanes.step[lane] >= MOST_STEPS:
+            return f"{advice}. It may pick nothing (may_pick_none), but not for ever: a block has {MOST_STEPS:,} steps"
         return (
             f"{advice}. It has may_pick_none, but neither reads the step (reads_step) nor moved its memory on, so it "
             "would pick nothing for ever"
@@ -282,12 +302,13 @@ class Checked(Around):
         waits = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
         if not self.may_pick_none or decision.pick.any(1).all():
             return waits
+        in_time = lanes.step < MOST_STEPS  # (R,)
         if self.reads_step:  # which always moves on
-            return ~waits
+            return in_time
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
         for old, new in zip(before, decision.memory, strict=True):
             waits |= (old != new).flatten(1).any(1)
-        return waits
+        return waits & in_time
 
     @property
     def _with_place(self) -> str:

@@ -149,3 +149,16 @@ def test_a_misspelt_property_of_a_rule_is_named(attribute, property, tmp_path):
         rules.parse(f"{file}:Mine")
     assert f"Did you mean {property}?" in str(error.value)
     assert f"{file}, line {LINE + 1}" in str(error.value)
+
+
+def test_the_rule_that_follows_a_first_position_is_the_users(tmp_path):
+    """A class made from `dream` takes the steps that are left after `seed_first`, as `dream` does."""
+    code = HEAD.replace("import Decision, Rule", "import Rule\nfrom lm_eval_duel.rules.scheduled import Dream")
+    file = written(tmp_path, f"{code}class Mine(Dream):\n    pass\n", "after_first")
+    window = Window((), (0, 1, 0, 2, 1, 1))
+    orders = []
+    for name in ("dream", f"{file}:Mine"):
+        [score] = Duel(Toy(length=6), f"{name}:alg=entropy:steps=3:seed_first=true", 6).log_prob([window])
+        orders.append(score.reveal_steps)
+    assert orders[0] == orders[1]
+    assert max(orders[0]) == 2
