@@ -302,7 +302,7 @@ class Checked(Around):
         waits = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
         if not self.may_pick_none or decision.pick.any(1).all():
             return waits
-        in_time = lanes.step < MOST_STEPS  # (R,)
+        in_time: torch.Tensor = lanes.step < MOST_STEPS  # (R,)
         if self.reads_step:  # which always moves on
             return in_time
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
