@@ -246,7 +246,12 @@ def _model_args(text: str) -> dict[str, Any]:
     return key_values(f"pretrained={text}" if begins_with_name else text)
 
 
-OF_RUN = ("--use_cache", "--output_path", "--log_samples")  # flags of `run` that are looked for in other commands
+OF_RUN = (
+    "--use_cache",
+    "--output_path",
+    "--log_samples",
+    "--tasks",
+)  # flags of `run` that are looked for in other commands
 STDOUT = "-"
 NOTHING_GIVEN = (None, "")
 KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
@@ -267,7 +272,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
         dataclasses.replace(KEY_VALUES, convert=_model_args),
         {},
         "the model and its settings, as for lm_eval: pretrained=NAME,rule=greedy,block=32. Spaces may stand for the "
-        "commas, and NAME alone for pretrained=NAME. All settings: lm-eval-duel list args",
+        "commas, outside quotation marks, and NAME alone for pretrained=NAME. All settings: lm-eval-duel list args",
         shows="KEY=VALUE,...",
         continues=True,
     ),
@@ -403,11 +408,22 @@ class Parser(argparse.ArgumentParser):
             if spelling.startswith(underscored):
                 matches.append(flag)
         if not matches:
+            self._require_flag(name)
             of_run = f" {PROGRAM} run takes it, and scores files of text by --tasks FILE." if name in OF_RUN else ""
             raise UsageError(f"{self.command}: {unknown('argument', name, flags)}{of_run}")
         # argparse accepts the beginning of a flag, and has its own error for that of several
         flag = matches[0] if len(matches) == 1 else name
         return flag + equals + value
+
+    def _require_flag(self, name: str) -> None:
+        """Raise UsageError for the name of a positional argument with dashes before it, such as --files for FILE."""
+        word = name.strip("-").removesuffix("s")
+        for positional in filter(str.isupper, self.flags):
+            if positional.lower().removesuffix("s") == word:
+                raise UsageError(
+                    f"{self.command}: Unknown argument '{name}'. {positional} is given without a flag: {self.prog} "
+                    f"{positional} ..."
+                )
 
     def error(self, message: str) -> NoReturn:
         hint = model_hint(message.split()) if "model_args" in self.flags else ""

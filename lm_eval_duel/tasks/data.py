@@ -142,6 +142,8 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     field = settings.get("field", "text")
     lines = settings.get("lines", False)
     documents = files.texts(patterns, field, lines, "--metadata field=")
+    if lines:
+        files.warn_of_unused_lines(patterns)
     return [document.text for document in documents]
 
 

@@ -150,6 +150,17 @@ def texts(
     return documents
 
 
+def warn_of_unused_lines(patterns: Sequence[str]) -> None:
+    """Log a warning for a user who sets `lines`, if no file of these names is split by it."""
+    for pattern in patterns:
+        if pattern == STDIN or any(ending(file) in PLAIN for file in find([pattern])):
+            return
+    log.warning(
+        "'lines' changes nothing here: it splits %s files, and each row of another file is a document by itself",
+        " and ".join(PLAIN),
+    )
+
+
 def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
     """The documents of UTF-8 text, with or without a byte order mark.
 

@@ -219,7 +219,8 @@ def split(tasks: str | Sequence[str]) -> list[str]:
         tasks = [tasks]
     for text in tasks:
         for name in text.split(","):
-            names.append(at_home(name.strip()))
+            if name.strip():  # nothing follows a last comma
+                names.append(at_home(name.strip()))
     return names
 
 

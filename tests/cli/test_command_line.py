@@ -54,6 +54,10 @@ TYPOS = [
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
     (["score", "a.txt", "--use_cache", "x"], "lm-eval-duel run takes it"),
+    (["score", "--files", "a.txt"], "score FILE"),
+    (["score", "--tasks", "a.txt"], "lm-eval-duel run takes it"),
+    (["report", "--results", "a"], "report RESULTS"),
+    (["run", "--tasks", ","], "No task to run"),
     (["score", "a.txt", "--lines", "demo-bd"], "unrecognized arguments: demo-bd. A model is named by --model_args."),
     (["score", "a.txt", "--model_args", "demo-bd", "rule=gredy"], "Did you mean greedy?"),
     (["score", "pretrained=demo-bd"], "--model_args NAME,rule=margin"),

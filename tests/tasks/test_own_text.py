@@ -25,7 +25,7 @@ from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.store import request_key
-from lm_eval_duel.tasks import files, infilling, named, task_folder
+from lm_eval_duel.tasks import data, files, infilling, named, task_folder
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 
@@ -433,3 +433,21 @@ def test_every_task_of_lm_eval_is_mentioned_in_its_files():
 def test_a_column_that_the_task_needs_is_not_taken_for_one_that_the_user_named():
     with pytest.raises(DuelError, match="needs a column 'target'; there are prefix, tarjet"):
         files.column("a.jsonl:1", {"prefix": "x", "tarjet": "y"}, "target")
+
+
+def test_lines_that_split_no_file_are_named_in_a_warning(tmp_path, caplog):
+    table = rows(tmp_path, "a.jsonl", {"text": "a b"})
+    text = write(tmp_path, "a.txt", "a\nb\n")
+    for patterns in ([table, text], [str(tmp_path)], ["-"]):
+        files.warn_of_unused_lines(patterns)
+    assert not caplog.messages
+
+    [document] = data.own_documents(files=table, lines=True, pretrained="demo-mdm")["test"]
+    assert document["text"] == "a b"
+    [message] = caplog.messages
+    assert "'lines'" in message
+
+
+def test_a_comma_without_a_name_behind_it_names_no_task():
+    assert named.split("sotu,") == ["sotu"]
+    assert named.split(["a, b", ",c"]) == ["a", "b", "c"]
