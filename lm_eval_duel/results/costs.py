@@ -165,7 +165,7 @@ def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Rat
     if timed and time.seconds_per_token:
         same_place = [other for other in timed if other.place == time.place]
         if not same_place:
-            device, ranks = timed[0].place
+            device, ranks = timed[-1].place  # of the newest
             return Ratio(None, f"the {what} ran on {device} x {ranks}")
         newest = same_place[-1]
         return Ratio(time.seconds_per_token / newest.seconds_per_token, note)

@@ -71,9 +71,9 @@ def _kind(row: Row) -> str:
 
 
 def _error(row: Row) -> str:
-    """The error that stands behind ±, the reason that it is not known, or a dash."""
+    """The error that stands behind ±, or the reason that it is not known; empty if nothing is drawn."""
     if row.entry.monte_carlo is None:
-        return "-"  # nothing is drawn
+        return ""
     return row.stderr_reason or row.entry.monte_carlo.error
 
 

@@ -152,6 +152,21 @@ def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, m
     assert timed_with_longer[0].seconds > timed[0].seconds
 
 
+@pytest.mark.parametrize("sample", [0.25, 1.0])
+def test_counts_are_those_to_expect_only_if_blocks_are_drawn(texts, monkeypatch, sample):
+    """A two-phase estimate of every block has counts that are known."""
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    monkeypatch.setattr(timing, "_seconds", lambda estimator, windows: 1.0)
+    lm = DuelMDM(pretrained="demo-mdm", estimator="two_phase", sample=sample, block=8, device="cpu")
+    documents = [lm.text.windows(text.text) for text in files.texts([texts], lines=True)]
+
+    timed, _ = timing.measure(lm, documents)
+
+    is_expected = {each.estimator: each.is_expected for each in timed}
+    assert is_expected == {"two_phase": sample < 1, "duel": False, "elbo": False}
+
+
 @pytest.mark.parametrize(
     ("model", "sign", "error"),
     [

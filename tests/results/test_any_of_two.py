@@ -143,6 +143,7 @@ WHOLE = time(whole=50.0)
         (SCORED, [time(2.0, tasks=("a", "b"))], None, "other tasks"),
         (SCORED, [time(2.0, place=("cuda", 1))], None, "cuda x 1"),
         (SCORED, [time(2.0, place=("cpu", 2))], None, "cpu x 2"),
+        (SCORED, [time(2.0, place=("cuda", 1)), time(2.0, place=("cpu", 2))], None, "cpu x 2"),
         (SCORED, [time(2.0, cached=True)], None, costs.CACHED),
         (SCORED, [time(2.0), time(2.0, cached=True)], None, costs.CACHED),
         (SCORED, [time(2.0, cached=True), time(2.0)], None, costs.CACHED),

@@ -482,6 +482,24 @@ def test_the_table_of_a_run_has_both_errors_of_a_value(tmp_path):
     assert "Monte Carlo" in cells["error (±)"]
 
 
+@pytest.mark.parametrize(
+    ("estimator", "stderr", "shown"),
+    [("duel", None, None), ("elbo", 0.9, "Monte Carlo"), ("elbo", None, "not known"), ("two_phase", None, "not known")],
+)
+def test_the_table_of_a_run_says_which_error_a_value_has(tmp_path, estimator, stderr, shown):
+    """What the error is of, or why it is not known; without a value that is drawn there is no such column."""
+    file = ours(tmp_path, docs=docs("sotu"), estimator=estimator, spec={"mc_samples": "1", "sample": "0.1"})
+    values = {estimator: {"log_prob": -300.0, "stderr": stderr}}
+    put(file, "config.duel.tasks.sotu.values", values)
+
+    lines = run_summary.summary(json.loads(file.read_text())).splitlines()
+
+    heads, _, cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:3]]
+    of_value = dict(zip(heads, cells, strict=True))
+    assert ("error (±)" in of_value) == (shown is not None)
+    assert shown is None or shown in of_value["error (±)"]
+
+
 @pytest.mark.parametrize("tasks", [("sotu", "news"), ("news", "sotu")])
 def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, tasks):
     """Gap closed, and the remark on intervals of estimates, although the other task has no ELBO."""

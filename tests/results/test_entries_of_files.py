@@ -342,6 +342,19 @@ def test_a_value_of_other_documents_than_its_task_is_left_out(tmp_path, count):
         assert notes
 
 
+def test_a_document_without_a_unit_counts_with_its_nats(tmp_path):
+    """A text of one character has no word here, and a likelihood; one that is empty has neither and is left out."""
+    texts = ["four", "x", ""]
+    ours(tmp_path, docs={"sotu": documents([-9.0, -2.0, 0.0], [4, 1, 0], texts)})
+    [run] = read.runs([tmp_path])
+
+    [row], _ = rows.from_run(run, "sotu", "word_perplexity", baseline=False)
+
+    assert sorted(row.documents.values()) == [(pytest.approx(-9.0), 2.0), (pytest.approx(-2.0), 0.0)]
+    nats, words = runs.sums(row.documents)
+    assert row.value == pytest.approx(math.exp(-nats / words))
+
+
 def test_a_text_without_tokens_has_no_nats_in_a_trace():
     row = SimpleNamespace(
         documents={"a:1": (-9.0, 3.0), "empty:1": (0.0, 0.0)},
