@@ -8,7 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lm_eval_duel.arguments import MISSING, Argument, Arguments, declared
 from lm_eval_duel.errors import DuelError, unknown
@@ -95,9 +95,16 @@ def suggests_names(elsewhere: Mapping[str, str]) -> Callable[[type[Methods]], ty
     return decorate
 
 
+def known_keywords(function: Made) -> Made:
+    """A decorator of functions: an unknown keyword is a DuelError with the nearest one."""
+    return cast(Made, _with_known_keywords(function, {}))
+
+
 def _with_known_keywords(method: Callable[..., Any], elsewhere: Mapping[str, str]) -> Callable[..., Any]:
-    """The method, with a DuelError for keywords that it does not have."""
-    known = list(inspect.signature(method).parameters)[1:]  # without self
+    """The function or method, with a DuelError for keywords that it does not have."""
+    known = list(inspect.signature(method).parameters)
+    if known[0] == "self":
+        del known[0]
 
     @functools.wraps(method)
     def checked(*positional: Any, **keywords: Any) -> Any:

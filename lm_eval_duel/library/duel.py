@@ -435,16 +435,15 @@ class Duel(OnIds):
     ) -> Iterator[tuple[int, GeneratedText]]:
         """Like `generate`, but yield (index, continuation) of each prompt as it is finished, in any order."""
         until = until if isinstance(until, str) else list(until)
-        settings = Settings.from_arguments(
-            {
-                "max_new_tokens": max_new_tokens,
-                "do_sample": do_sample,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "until": until,
-            }
-        )
+        arguments = {
+            "max_new_tokens": max_new_tokens,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "until": until,
+        }
+        settings = Settings.from_arguments(arguments, seed)
         # a single text in place of a list is refused; in a list, prompts given as ids need no check
         texts = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", texts, has_contexts=True)

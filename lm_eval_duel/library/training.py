@@ -314,8 +314,8 @@ class DuelCallback:
     @shows(passed_on(training_metrics))
     def __init__(
         self,
-        trainer: Any = None,
-        texts: Sequence[str] = (),
+        trainer: Any,
+        texts: Sequence[str],
         *,
         every: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,

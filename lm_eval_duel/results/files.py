@@ -422,17 +422,27 @@ def command(run: Run) -> str:
 def _flags(run: Run) -> dict[str, Any]:
     """The flags of a run; those at their defaults are empty."""
     config = run.content["config"]
-    arguments = config.get("model_args") or {}
-    values_of_trace = {value for _, value in run.traced}
-    if run.trace is not None and len(values_of_trace) > 1 and isinstance(arguments, dict):
-        arguments = {**arguments, "trace": run.trace.name}  # the rows of a lattice run have their intervals from it
     return {
-        "--model_args": arguments if isinstance(arguments, str) else _joined(arguments),
+        "--model_args": _model_args(run),
         "--tasks": ",".join(sorted(run.every_task)),
         "--num_fewshot": _num_fewshot(run),
         "--limit": _limit(config.get("limit")),
         "--seed": _seed(config),
     }
+
+
+def _model_args(run: Run) -> str:
+    """The model args of a run. Of its trace they have the name only: the folder may be private."""
+    arguments = run.content["config"].get("model_args") or {}
+    if isinstance(arguments, str):
+        return arguments
+    arguments = dict(arguments)
+    values_of_trace = {value for _, value in run.traced}
+    if run.trace is not None and len(values_of_trace) > 1:  # the rows of a lattice run have their intervals from it
+        arguments["trace"] = run.trace.name
+    elif "trace" in arguments:
+        arguments["trace"] = re.split(r"[/\\]", str(arguments["trace"]))[-1]
+    return _joined(arguments)
 
 
 def _limit(limit: Any) -> str:
@@ -459,16 +469,9 @@ def _seed(config: Mapping[str, Any]) -> str:
 
 def _joined(arguments: Mapping[str, Any]) -> str:
     """Model args as key=value,...; as JSON if a value would not survive that."""
-    kept = {}
-    pairs = []
-    for key, value in arguments.items():
-        if key == "trace":  # its folder may be private
-            value = re.split(r"[/\\]", str(value))[-1]
-        kept[key] = value
-        pairs.append(f"{key}={value}")
-    if all(_is_simple(key, value) for key, value in kept.items()):
-        return ",".join(pairs)
-    return json.dumps(kept)
+    if all(_is_simple(key, value) for key, value in arguments.items()):
+        return ",".join(f"{key}={value}" for key, value in arguments.items())
+    return json.dumps(arguments)
 
 
 def _is_simple(key: str, value: Any) -> bool:

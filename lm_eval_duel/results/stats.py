@@ -16,6 +16,7 @@ import numpy as np
 from lm_eval_duel.core.scores import Value, perplexity
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.keywords import known_keywords
 from lm_eval_duel.results.table import number, span
 
 DRAWS = 10_000
@@ -324,6 +325,7 @@ class Texts(NamedTuple):
         return Side(self.name, per_unit, self.no_error, draws)
 
 
+@known_keywords
 def compare(
     a: Sequence[Any], b: Sequence[Any], names: tuple[str, str] = ("first", "second"), unit: str | None = None
 ) -> PairedDifference:

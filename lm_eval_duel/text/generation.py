@@ -133,8 +133,11 @@ class Settings:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # settings that were given without effect
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
-        """The settings of `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
+    def from_arguments(cls, arguments: Mapping[str, Any], seed: int = 0) -> Settings:
+        """The settings of `generation_kwargs`; raises DuelError for an unknown setting or a wrong value.
+
+        `seed`: of these texts alone, which has no effect if nothing is drawn.
+        """
         given = _read(arguments)
         notes = []
         if len({*given.lengths.values()}) > 1:
@@ -144,7 +147,7 @@ class Settings:
 
         wants_samples = bool(given.temperature) if given.do_sample is None else given.do_sample
         if not wants_samples or given.temperature == 0:
-            note = _ignored_sampling(given)
+            note = _ignored_sampling(given, seed)
             if note:
                 notes.append(note)
             return cls(given.until, length, notes=tuple(notes))
@@ -176,7 +179,7 @@ class Settings:
         return ", ".join(parts)
 
 
-def _ignored_sampling(given: GenerationArguments) -> str:
+def _ignored_sampling(given: GenerationArguments, seed: int) -> str:
     """A note on settings of sampling that have no effect, since nothing is sampled; empty if there is none."""
     if given.do_sample and given.temperature == 0:
         return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
@@ -186,6 +189,8 @@ def _ignored_sampling(given: GenerationArguments) -> str:
         value = getattr(given, name)
         if value not in values:
             ignored.append(f"{name}={fingerprint.number(value)}")
+    if seed:
+        ignored.append(f"seed={seed}")
     if not ignored:
         return ""
     verb = "have" if len(ignored) > 1 else "has"

@@ -357,6 +357,14 @@ def test_texts_between_others(duel):
             call(suffixes=[after, after])
 
 
+def test_a_seed_without_a_draw_is_named_in_a_warning(duel, caplog):
+    for settings in ({"seed": 1, "do_sample": True}, {"seed": 1, "temperature": 0.5}, {}):
+        duel.generate(["We the"], max_new_tokens=2, **settings)
+        assert "seed" not in caplog.text
+    duel.generate(["We the"], max_new_tokens=2, seed=1)
+    assert "seed=1" in caplog.text
+
+
 def test_a_seed_is_a_whole_number(duel):
     for seed in (None, "3", 0.5):
         with pytest.raises(DuelError, match="seed"):

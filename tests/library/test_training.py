@@ -1,6 +1,7 @@
 """Scores during training: the numbers of `Duel.score`, the Trainer's own logging, and work shared by ranks."""
 
 import importlib.util
+import inspect
 import itertools
 import logging
 import math
@@ -218,11 +219,17 @@ def test_what_the_callback_refuses(model, tmp_path):
         DuelCallback(run, TEXTS, every=2)
 
 
-@pytest.mark.parametrize("given", [(), (TEXTS,), (None, TEXTS), ("model", TEXTS), (object, TEXTS), (TEXTS, "model")])
+@pytest.mark.parametrize("given", [(None, TEXTS), ("model", TEXTS), (object, TEXTS), (TEXTS, "model")])
 def test_a_callback_without_a_trainer_names_the_call_for_other_loops(given, model):
     arguments = [model if each == "model" else each for each in given]
     with pytest.raises(DuelError, match=r"add_callback\(DuelCallback\(trainer.*Lightning.*training_metrics\("):
         DuelCallback(*arguments, every=2)
+
+
+def test_a_trainer_and_texts_are_required():
+    parameters = inspect.signature(DuelCallback).parameters.values()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    assert required == ["trainer", "texts", "arguments"]  # the last takes what is passed on
 
 
 def test_tokens_are_planned_of_a_duel(model):

@@ -79,6 +79,8 @@ def test_other_tokens_are_compared_per_byte():
         compare(a, b, unit="token")
     with pytest.raises(DuelError, match="'unit'"):
         compare(a, b, unit="line")
+    with pytest.raises(DuelError, match=r"'name'.*names"):
+        compare(a, b, name=("A", "B"))
 
 
 BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
