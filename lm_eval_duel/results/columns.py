@@ -12,7 +12,20 @@ from lm_eval_duel.results.ranks import TIED, is_tied
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
+from lm_eval_duel.results.table import (
+    LEVEL,
+    MINUS,
+    WORDS,
+    Bold,
+    Cell,
+    Columns,
+    Head,
+    Note,
+    Table,
+    form_of,
+    number,
+    span,
+)
 from lm_eval_duel.rules import adaptive, without_defaults
 
 SHORT = {  # heads of values after the name of a task
@@ -117,6 +130,13 @@ def closed(each: ComparedRow, unit: str = "") -> str:
     if each.closed.percent is None:
         return UNCLEAR if each.closed.distinguishable is False else ""
     return number(each.closed.percent, ".1f", each.closed.stderr) + unit
+
+
+def closed_with_remark(each: ComparedRow) -> Cell:
+    """The same, with the remarks on the two values that it is computed from."""
+    rows = [each.row] if each.closed.elbo is None else [each.row, each.closed.elbo]
+    text = closed(each)
+    return (text, doubts_of(*rows)) if text else ""
 
 
 def closed_interval(each: ComparedRow) -> str:
@@ -269,7 +289,7 @@ def differences(task: Comparison) -> Table:
     shown: Columns = {}
     for head, cell in names.items():
         shown[head] = _shared(cell)
-    shown[f"first {MINUS} second"] = lambda pair: f" {MINUS} ".join(pair.names)
+    shown[f"first {MINUS} second"] = lambda pair: (f" {MINUS} ".join(pair.names), doubts_of(pair.first, pair.second))
     shown["better"] = _better
     shown[f"difference, nats per {unit}"] = _difference
     shown[LEVEL] = interval_of
@@ -290,6 +310,14 @@ def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
         return of_first if of_first == cell(pair.second) else ""
 
     return cell_of_both
+
+
+def doubts_of(*rows: Row) -> Note:
+    """The remarks on the values of rows, for what is computed from them."""
+    sentences: dict[str, None] = {}
+    for row in rows:
+        sentences |= dict.fromkeys(row.run.doubts)
+    return Note("; ".join(sentences))
 
 
 def _better(pair: Pair) -> str:
@@ -340,7 +368,7 @@ def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table
 def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
     """Gap closed of every DUEL row on every task."""
     duels = [row for row in standings.rows if row.method.is_duel]
-    return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed))
+    return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed_with_remark))
 
 
 def _over_tasks(tasks: Mapping[str, Comparison], cell: Callable[[ComparedRow], Cell]) -> Columns:

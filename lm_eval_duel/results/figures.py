@@ -265,7 +265,8 @@ def _name(row: Row) -> str:
     if not row.score.is_likelihood:
         return row.entry.title
     name = _label(row.name.removeprefix("DUEL, "))
-    remarks = ", ".join(filter(None, [row.baseline_remark, row.unknown_share]))
+    in_doubt = "in doubt" if row.run.in_doubt else ""
+    remarks = ", ".join(filter(None, [row.baseline_remark, row.unknown_share, in_doubt]))
     return f"{name} ({remarks})" if remarks else name
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lm_eval_duel.results import columns, compare, gaps
 from lm_eval_duel.results.compare import ComparedRow
-from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import LEVEL, WORDS, escape, form_of, number, plus_minus
 from lm_eval_duel.rules import without_defaults
@@ -88,7 +87,7 @@ def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
     text = number(row.value, form_of(row.metric), row.stderr, row.score.is_bound)
     no_bound = f"eps={row.eps:g}: no bound" if row.eps else ""
-    in_doubt = "in doubt, see the table" if doubts(row.run.config.duel) else ""
+    in_doubt = "in doubt, see the table" if row.run.in_doubt else ""
     remarks = "; ".join(filter(None, [no_bound, row.stderr_reason, in_doubt]))
     return f"{text} ({remarks})" if remarks else text
 

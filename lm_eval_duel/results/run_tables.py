@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.columns import WHOLE_TARGET, names_of_rows, through, value
 from lm_eval_duel.results.costs import RunCost
-from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
 from lm_eval_duel.results.table import WORDS, Cell, Columns, Note, Table, number, split
@@ -66,7 +65,7 @@ def summary(rows: Sequence[Row]) -> Table:
 
 
 def _kind(row: Row) -> str:
-    in_doubt = ", in doubt" if doubts(row.run.config.duel) else ""
+    in_doubt = ", in doubt" if row.run.in_doubt else ""
     return f"{row.score.short_label}{in_doubt}"
 
 

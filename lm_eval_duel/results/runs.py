@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results.doubts import remarks
+from lm_eval_duel.results.doubts import doubts, remarks
 from lm_eval_duel.results.table import Note
 
 MODEL = "duel-mdm"  # --model of this package
@@ -301,6 +301,11 @@ class Run:
     def doubts(self) -> list[str]:
         """Remarks on each of its values: that it is in doubt, or that a check ended early."""
         return remarks(self.config.duel)
+
+    @property
+    def in_doubt(self) -> bool:
+        """True if what it computed twice gives a reason to doubt its values."""
+        return bool(doubts(self.config.duel))
 
     @property
     def has_results(self) -> bool:

@@ -14,7 +14,18 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import columns, compare, gaps, page, page_columns, published, read, run_summary, run_tables
+from lm_eval_duel.results import (
+    columns,
+    compare,
+    figures,
+    gaps,
+    page,
+    page_columns,
+    published,
+    read,
+    run_summary,
+    run_tables,
+)
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.table import Note, Table, split
@@ -576,6 +587,7 @@ def test_a_value_in_doubt_is_marked_in_every_table(tmp_path, entries, sentences)
     assert len(about) == sentences
     assert board(tmp_path).runs[0].doubts == about
     assert ("in doubt" in "".join(board(tmp_path).headlines["sotu"])) is bool(about)
+    assert ("in doubt" in figures._name(duel_row(tmp_path).row)) is bool(about)
     for table in (run_summary.summary(content), reports.markdown(board(tmp_path))):
         for sentence in about:
             assert sentence in table
