@@ -267,7 +267,7 @@ def audit_text(
         lm.denoiser.max_length,
         lm.text.prefix,
         lm.text.suffix,
-        vocabulary=int((~lm.denoiser.excluded).sum()),
+        vocabulary=lm.denoiser.token_count,
         at_most=lm.estimator.value_template.is_bound,
     )
     items: dict[str, list[Any]] = {}  # by metric: what the task aggregates, of each document

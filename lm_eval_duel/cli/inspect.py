@@ -138,7 +138,7 @@ def _score(lm: DuelMDM) -> str:
     total = Total.from_scores(windows, scores, lm.estimator.name)
     steps = "" if total.nfe is None else f", {total.nfe} steps"
     method = lm.spec.get("rule", lm.estimator.name)
-    drawn = registry.find(lm.estimator.name).monte_carlo is not None
+    drawn = registry.find(lm.estimator.name).is_drawn
     nats = shown_log_prob(total.value, drawn, ".3f")
     about = f"{nats} nats for the {total.tokens} tokens of {SENTENCE!r}"
     return f"{about}, {method}{steps}, {total.value.short_label}, {number(seconds)} s"

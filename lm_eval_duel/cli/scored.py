@@ -71,7 +71,7 @@ class ScoredModel:
     @property
     def _is_drawn(self) -> bool:
         """True if its values depend on random numbers, and so have an error."""
-        return registry.find(self.estimator).monte_carlo is not None
+        return registry.find(self.estimator).is_drawn
 
     @property
     def pretrained(self) -> str:

@@ -116,6 +116,11 @@ class Network:
             excluded[self.mask_id] = True
         return excluded
 
+    @property
+    def token_count(self) -> int:
+        """The number of columns that are tokens."""
+        return int((~self.excluded).sum())
+
     @cached_property
     def splits_head(self) -> bool:
         """True if the head can run at masked positions only; without one, there are logits at every position."""

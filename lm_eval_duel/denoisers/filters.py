@@ -127,7 +127,7 @@ def tie_warning(denoiser: Denoiser, rule: Rule) -> str | None:
 
     The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
     """
-    left = int((~denoiser.excluded).sum())
+    left = denoiser.token_count
     for filter in denoiser.filters:
         if not isinstance(filter, Warp) or rule.fixed:
             continue

@@ -132,7 +132,7 @@ class InMemory(Denoiser):
         self.weights = weights
         self.autocast = autocast
         self.fixed_weights = False
-        self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
+        self.vocabulary = f"{self.token_count} of {self.vocab_size}"
 
     @property
     def coarse(self) -> bool:

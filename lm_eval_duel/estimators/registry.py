@@ -99,6 +99,11 @@ class Entry:
         """The model args that it reads and others do not, by name."""
         return declared(self.record)
 
+    @property
+    def is_drawn(self) -> bool:
+        """True if its values depend on random numbers, and so have an error."""
+        return self.monte_carlo is not None
+
     def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
         """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
         qualifiers = []

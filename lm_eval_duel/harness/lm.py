@@ -211,7 +211,7 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         total = self.evaluation.total()
         for line in total.log_lines():
             log.info("%s", line)
-        vocabulary = int((~self.denoiser.excluded).sum())
+        vocabulary = self.denoiser.token_count
         for line in [*total.warnings(), *total.unigram_warnings(vocabulary)]:
             log.warning("%s", line)
         duel = {

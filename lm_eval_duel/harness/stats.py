@@ -177,7 +177,7 @@ class RunStats:
                     continue
                 # A score may hold values of other estimators: of these, only drawn ones have an error to name.
                 is_own = total is stats.total
-                if is_own or entry.monte_carlo is not None:
+                if is_own or entry.is_drawn:
                     lines.append(f"{entry.display} of {task}: {total.summary(entry.monte_carlo)}")
         return lines
 

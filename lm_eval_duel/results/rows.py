@@ -65,7 +65,7 @@ class Row:
     @property
     def is_drawn(self) -> bool:
         """True if its value depends on random numbers."""
-        return self.entry.monte_carlo is not None
+        return self.entry.is_drawn
 
     @property
     def is_drawn_bound(self) -> bool:

@@ -77,7 +77,7 @@ class DiTDenoiser(Denoiser):
             path,
             torch.device("cpu"),
         )
-        self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
+        self.vocabulary = f"{self.token_count} of {self.vocab_size}"
         self.take(network)
 
     def build(self) -> DiT:
@@ -290,7 +290,7 @@ class GIDD(Timed):
         self.uniform = uniform
         self.published_block = None
         if uniform:
-            noise = Hybrid(int((~self.excluded).sum()), uniform)
+            noise = Hybrid(self.token_count, uniform)
             self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")
 
     @property
@@ -316,7 +316,7 @@ class NoisedDiT(Timed):
     def __init__(self, *network: Any):
         super().__init__(*network)
         note = f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
-        noise = Uniform(int((~self.excluded).sum()))
+        noise = Uniform(self.token_count)
         self.noise_training = NoiseTraining(noise, "plugin", None, note=note)
         self.published_block = None
 

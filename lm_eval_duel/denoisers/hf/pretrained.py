@@ -120,7 +120,7 @@ class Pretrained(Denoiser):
         """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
         self.vocab_size = columns
         self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
-        self.vocabulary = f"{int((~self.excluded).sum())} of {columns}"
+        self.vocabulary = f"{self.token_count} of {columns}"
 
     @property
     def coarse(self) -> bool:
