@@ -152,9 +152,9 @@ class ScoredModel:
         value = self.total.value
         kind = "" if value.is_exact and not value.note else f" ({value.label})"
         yield f"{self.method}{kind}"
-        monte_carlo = registry.find(self.estimator).monte_carlo
-        if monte_carlo is not None and value.error is None:
-            yield monte_carlo.unknown(spec)
+        unknown_error = registry.find(self.estimator).unknown_error(value.error, spec)
+        if unknown_error:
+            yield unknown_error
         if self.documents_stderr is not None:
             bits = _rate("bits_per_byte", self._is_drawn)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"

@@ -104,6 +104,12 @@ class Entry:
         """True if its values depend on random numbers, and so have an error."""
         return self.monte_carlo is not None
 
+    def unknown_error(self, error: float | None, spec: Mapping[str, Any]) -> str:
+        """The reason that a value with this error and spec has none; empty if it has one, or nothing is drawn."""
+        if self.monte_carlo is None or error is not None:
+            return ""
+        return self.monte_carlo.unknown(spec)
+
     def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
         """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
         qualifiers = []

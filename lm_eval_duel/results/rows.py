@@ -181,10 +181,7 @@ class Row:
     @property
     def stderr_reason(self) -> str:
         """The reason that a drawn value has no error."""
-        monte_carlo = self.entry.monte_carlo
-        if monte_carlo is None or self.stderr is not None:
-            return ""
-        return monte_carlo.unknown(self.run.spec)
+        return self.entry.unknown_error(self.stderr, self.run.spec)
 
     @property
     def about_value(self) -> Note:

@@ -400,7 +400,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     _check_scores(scores, name)
     spec = scores[0].spec
     total = Total.from_parts(score.sums for score in scores).value
-    drawn = registry.find(str(spec["estimator"])).monte_carlo
+    entry = registry.find(str(spec["estimator"]))
     texts = Texts(
         name=name,
         keys=[key_of(_identity(score)) for score in scores],
@@ -411,7 +411,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             "byte": [score.units.bytes for score in scores],
         },
         value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
-        no_error="" if drawn is None or total.error is not None else drawn.unknown(spec),
+        no_error=entry.unknown_error(total.error, spec),
     )
     _check_texts(texts)
     return texts
