@@ -140,10 +140,13 @@ class FromText:
         """The token perplexity of these texts under a unigram of them."""
         return unigram_perplexity(self.ids, self.vocabulary)
 
-    def warnings(self, printed: Mapping[str, float]) -> list[str]:
-        """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask."""
+    def warnings(self, printed: Mapping[str, float], stderr: float | None = None) -> list[str]:
+        """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
+
+        `stderr`: the Monte Carlo error of the token perplexity, if it has one and it is known.
+        """
         value = printed.get("token_perplexity", math.nan)
-        warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most)
+        warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most, stderr)
         return [warning] if warning else []
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:

@@ -286,7 +286,8 @@ def audit_text(
         printed[metric] = aggregation[metric](of_documents)
     findings.lines.extend(texts.lines(printed))
     findings.problems.extend(texts.differing(printed))
-    findings.warnings.extend(texts.warnings(printed))
+    total = lm.evaluation.total().tasks[texts.task].total
+    findings.warnings.extend(texts.warnings(printed, total.perplexity_stderr))
 
 
 def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import signal
 
 import pytest
@@ -241,6 +242,12 @@ def test_a_text_that_a_unigram_predicts_better_is_noted(folder, texts, capsys):
     *_, warning, verdict = capsys.readouterr().out.splitlines()
     assert warning.startswith("WARNING: the token perplexity of")
     assert verdict.startswith("PASS: ") and verdict.endswith("Above: 1 warning.")
+
+
+def test_an_estimate_that_a_unigram_predicts_better_is_noted_with_its_error(folder, texts, capsys):
+    audit.main(command(folder, texts, "--no_own_code", args="estimator=elbo,mc_samples=16,block=4"))
+    *_, warning, _ = capsys.readouterr().out.splitlines()
+    assert re.search(r"WARNING: .* is at most \d+\.\d+ ± \d+\.\d+, and", warning)
 
 
 @pytest.mark.parametrize(
