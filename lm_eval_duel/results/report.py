@@ -158,7 +158,7 @@ def _compare_tasks(
         groups = _groups(name, metric, runs, baselines) if options.apart else [(runs, "")]
         for n, (members, difference) in enumerate(groups, 1):
             label = _label(name, members)
-            if len(groups) > 1:
+            if n > 1:  # the first keeps its name, and its files theirs, when a result is added that stands apart
                 label = f"{label} ({n})"
             if difference:
                 notes.append(Note(f"{label}: {difference}"))

@@ -110,6 +110,21 @@ def test_tables_keep_their_names_when_results_are_added(tmp_path):
         assert rows.count("greedy") == 2 * added
 
 
+def test_tables_keep_their_names_when_a_result_is_added_that_stands_apart(tmp_path):
+    docs = {"sotu": documents(np.linspace(-10, -120, 12), range(3, 39, 3))}
+    folder = tmp_path / "results"
+    files = []
+    hf(folder, docs=docs)
+    for more in ({}, {"model": "Short", "spec": {"max_length": "30"}, "duel": {"row_capacity": 29}}):
+        ours(folder, docs=docs, **more)
+        report([str(folder), "--apart", "--out", str(tmp_path / "out")])
+        files.append({file.name: file.read_text() for file in (tmp_path / "out").glob("*.tex")})
+
+    before, after = files
+    assert before.keys() < after.keys()
+    assert before["methods_sotu.tex"] == after["methods_sotu.tex"]
+
+
 def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     """They are in tables and CSV under `published`, next to the rows of their task, and in no other table."""
     docs = {"sotu": documents(np.linspace(-10, -120, 12), range(3, 39, 3))}
