@@ -126,7 +126,10 @@ def prepare_tasks() -> None:
     def process_tasks(self: Any, *arguments: Any, **options: Any) -> Any:
         is_ours = self.model in MODELS
         try:
-            if is_ours:
+            if is_ours and self.tasks:
+                from lm_eval_duel.tasks.named import split
+
+                self.tasks = split(self.tasks)  # lm-eval takes what follows a last comma for a task without a name
                 _require_mentioned(self.tasks, _folders(self.include_path))
             manager = original(self, *arguments, **options)
         except ValueError as error:
@@ -149,7 +152,7 @@ def prepare_tasks() -> None:
 
             try:
                 for name in self.tasks:
-                    named.check(str(name))
+                    named.check(name)
             except DuelError as named_error:
                 raise _refusal(str(named_error)) from None
             reason = about_file(error) if isinstance(error, OSError) else f"{' '.join(str(error).split())}."
@@ -172,11 +175,11 @@ def _refusal(message: str) -> Exception:
     return UsageError(message)
 
 
-def _require_mentioned(tasks: str | Sequence[str], folders: Sequence[str | Path]) -> None:
+def _require_mentioned(names: Sequence[str], folders: Sequence[str | Path]) -> None:
     """Raise lm-eval's error for a name that is no task's, before it parses all of its task files."""
-    from lm_eval_duel.tasks.named import not_mentioned, split, tasks_in
+    from lm_eval_duel.tasks.named import not_mentioned, tasks_in
 
-    missing = not_mentioned(tasks_in(folders), split(tasks))
+    missing = not_mentioned(tasks_in(folders), names)
     if missing:
         raise ValueError(f"Tasks not found: {', '.join(missing)}")
 

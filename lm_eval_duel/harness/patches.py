@@ -40,7 +40,7 @@
     key_val_to_dict             the error for a model name where key=value is expected says to write pretrained=
     EvaluatorConfig.process_tasks
                                 loads the tasks of our models before the model (preparation.py): what is wrong with them
-                                is known before minutes have gone into weights
+                                is known before minutes have gone into weights; ignores a comma behind the last name
     make_table                  the table of results is followed by our own, with the kind and the error of each value
 
 Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.

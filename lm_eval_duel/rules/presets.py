@@ -292,8 +292,8 @@ def require_rule(name: str) -> None:
         raise DuelError(f"'{name}' is a preset, not a rule: write preset={spelled}. It is {preset.written_out}.")
     matches = [preset for preset in PRESETS if len(spelled) > 2 and spelled in preset]
     if matches:
-        ways = " or ".join(f"preset={preset}" for preset in matches)
-        raise DuelError(f"'{name}' is not a rule. Presets have names like it: write {ways}.")
+        listed = ", ".join(f"preset={preset}" for preset in matches)
+        raise DuelError(f"'{name}' is not a rule. Presets with it in their names: {listed}.")
 
 
 def _spelled(name: str) -> str:

@@ -160,6 +160,12 @@ def test_tasks_are_loaded_once_with_the_random_numbers_of_lm_eval(tmp_path):
     assert manager.load(config.tasks)["tasks"]["shuffled"] is not task, "another call loads again"
 
 
+def test_a_comma_behind_the_last_task_is_ignored():
+    config = settings(["sotu,"])
+    config.process_tasks()
+    assert config.tasks == ["sotu"]
+
+
 @pytest.fixture(scope="module")
 def use_cache(tmp_path_factory):
     """The response cache of a run of one text, made before a network ends a test."""
