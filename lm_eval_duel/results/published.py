@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import WHOLE_TARGET, interval, marked_with_remark, names_of_rows
+from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, marked_with_remark, names_of_compared
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Table, form_of, number
@@ -100,10 +100,8 @@ def table(source: Mapping[str, Any]) -> Table:
         tasks[figure["task"]] = None
 
     *names_before, note = NAMES  # the note stands behind the tasks
-    under_one_head = [Head(task, "published", task) for task in tasks]
-    columns: Columns = {}
-    for head in (*names_before, *under_one_head, note):
-        columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
+    under_one_head = [Head(task, PUBLISHED, task) for task in tasks]
+    columns = _by_head([*names_before, *under_one_head, note])
     return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns, UNCHECKED)
 
 
@@ -112,25 +110,35 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
 
     None if no source has a figure of the task.
     """
-    rows: list[dict[str, Cell]] = []
-    for each in task.rows:
-        names: dict[str, Cell] = {}
-        for head, cell in names_of_rows([each.row]).items():
-            names[head] = cell(each.row)
-        rows.append({**names, MEASURED: marked_with_remark(each), LEVEL: interval(each)})
-    measured = len(rows)
+    figures = []
     for source in sources:
         for figure in source["figures"]:
             if (figure["task"], figure["metric"]) == (task.name, task.metric):
-                remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
-                rows.append({**_names(figure), PUBLISHED: (_value(figure), remark)})
-    if len(rows) == measured:
+                figures.append(figure)
+    if not figures:
         return None
 
-    columns: Columns = {}
-    for head in ("model", "estimator", "rule", "block", "cache", MEASURED, LEVEL, PUBLISHED):
-        columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
+    measured: Columns = {
+        **names_of_compared(task.rows),
+        MEASURED: marked_with_remark,
+        LEVEL: interval_with_remark,
+    }
+    rows: list[dict[str, Cell]] = []
+    for each in task.rows:
+        rows.append({head: cell(each) for head, cell in measured.items()})
+    for figure in figures:
+        remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
+        rows.append({**_names(figure), PUBLISHED: (_value(figure), remark)})
+    columns = _by_head([*measured, PUBLISHED])
     return Table.from_records(f"Measured here and published, {WORDS[task.metric]}", rows, columns, UNCHECKED)
+
+
+def _by_head(heads: Iterable[str]) -> Columns:
+    """The columns of rows that hold their cells by these heads; a row may lack some."""
+    columns: Columns = {}
+    for head in heads:
+        columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
+    return columns
 
 
 def _names(figure: Mapping[str, Any]) -> dict[str, str]:

@@ -127,9 +127,10 @@ def test_tables_keep_their_names_when_a_result_is_added_that_stands_apart(tmp_pa
 
 def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     """They are in tables and CSV under `published`, next to the rows of their task, and in no other table."""
-    docs = {"sotu": documents(np.linspace(-10, -120, 12), range(3, 39, 3))}
+    docs = {"sotu": documents(np.linspace(-10, -120, 8), range(3, 27, 3))}
     hf(tmp_path / "results", docs=docs)
     ours(tmp_path / "results", docs=docs)
+    ours(tmp_path / "results", docs=docs, spec={"cache": "dual"})
     figures = tmp_path / "p.csv"
     figures.write_text(
         "model,estimator,rule,task,metric,value,source\n"
@@ -149,9 +150,13 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
         assert all(name.startswith("published_") for name in tables)
     _, _, below_head = (out / "published_sotu.tex").read_text().partition("\\midrule\n")
     rows, _, notes = below_head.partition("\\bottomrule")
+    caches = []
     for row in rows.splitlines():
-        *_, measured, _, published = row.removesuffix(r"\\").split("&")
+        _, _, _, _, cache, measured, _, published = row.removesuffix(r"\\").split("&")
         assert bool(measured.strip()) != bool(published.strip()), row
+        caches.append(cache.strip())
+    assert caches == ["", "none", "dual", "", ""], "as in every table of these rows"
+    assert "from 8 distinct documents: too narrow" in notes
     assert "Published figures" in notes
     assert "published: Paper" in notes
 
