@@ -117,10 +117,9 @@ def _disambiguated(rows: Sequence[Row]) -> list[Row]:
     if keys and not unnamed:  # their names differ already
         return list(rows)
     variant_keys = tuple(unnamed) or ("version",)
-    entries = [arguments(specs, key) for key in variant_keys]  # of each key, those of the rows
     result = []
-    for row, *of_row in zip(rows, *entries, strict=True):
-        variant = ", ".join(of_row)
+    for row, entries in zip(rows, arguments(specs, variant_keys), strict=True):
+        variant = ", ".join(entries)
         result.append(dataclasses.replace(row, variant=variant, variant_keys=variant_keys))
     return result
 

@@ -277,16 +277,15 @@ def names(rows: Sequence[Row]) -> list[str]:
     if len(models) > 1:  # checkpoints differ in much more
         keys = [key for key in keys if key in SAMPLING]
 
-    entries = [arguments(specs, key) for key in keys]  # of each key, those of the rows
     shortest = []
-    for n, (row, label) in enumerate(zip(rows, labels, strict=True)):
+    for row, label, entries in zip(rows, labels, arguments(specs, keys), strict=True):
         name = []
         for part in parts:
             if label[part]:
                 name.append(label[part])
-        for of_rows in entries:
-            if of_rows[n] not in row.variant:  # which is a part of the name already
-                name.append(of_rows[n])
+        for text in entries:
+            if text not in row.variant:  # which is a part of the name already
+                name.append(text)
         shortest.append(", ".join(name) or row.name)
     return shortest
 

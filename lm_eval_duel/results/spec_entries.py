@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lm_eval_duel.estimators import registry
 
@@ -28,12 +28,21 @@ def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -
     return differing
 
 
-def arguments(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
-    """An entry of each spec in a name, as short as tells the specs apart, and as a model arg if it is one."""
+def arguments(specs: Sequence[Mapping[str, str]], keys: Iterable[str]) -> list[list[str]]:
+    """For each spec, its entries of these keys as names hold them."""
+    of_specs: list[list[str]] = [[] for _ in specs]
+    for key in keys:
+        for of_spec, text in zip(of_specs, _arguments(specs, key), strict=True):
+            of_spec.append(text)
+    return of_specs
+
+
+def _arguments(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
+    """One entry of each spec. Special tokens are shortened to the model arg `bos` if it tells the specs apart."""
     whole = [_argument(spec, key) for spec in specs]
     if key != SPECIAL_TOKENS:
         return whole
-    shorter = []  # by the arg `bos`, which decides on the special tokens of a network and its tokenizer
+    shorter = []  # `bos` decides on the special tokens of a network and its tokenizer
     for text in whole:
         _, has_bos, bos = text.partition(", bos=")
         shorter.append(f"bos={bos}" if has_bos else text)

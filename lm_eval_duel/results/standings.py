@@ -221,10 +221,9 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
     for group in groups.values():
         specs = [method.named.run.spec for method in group]
         keys = differing_keys(specs, ("estimator", "rule", "cache"))
-        entries = [arguments(specs, key) for key in keys]  # of each key, those of the methods
-        for method, *of_method in zip(group, *entries, strict=True):
+        for method, entries in zip(group, arguments(specs, keys), strict=True):
             row = method.named
-            with_variant = dataclasses.replace(row, variant=joined([row.variant, *of_method]))
+            with_variant = dataclasses.replace(row, variant=joined([row.variant, *entries]))
             renamed[method] = dataclasses.replace(method, named=with_variant)
     return [renamed[method] for method in methods]
 

@@ -385,4 +385,4 @@ def test_the_longest_document_is_the_tasks(tmp_path):
 )
 def test_names_hold_the_special_tokens_as_the_model_arg_that_decides_on_them(entries, named):
     specs = [{} if entry is None else {"special_tokens": entry} for entry in entries]
-    assert arguments(specs, "special_tokens") == named
+    assert arguments(specs, ["special_tokens"]) == [[name] for name in named]
