@@ -246,12 +246,8 @@ def _model_args(text: str) -> dict[str, Any]:
     return key_values(f"pretrained={text}" if begins_with_name else text)
 
 
-OF_RUN = (
-    "--use_cache",
-    "--output_path",
-    "--log_samples",
-    "--tasks",
-)  # flags of `run` that are looked for in other commands
+# flags of `run` that are looked for in other commands
+OF_RUN = ("--use_cache", "--output_path", "--log_samples", "--tasks")
 STDOUT = "-"
 NOTHING_GIVEN = (None, "")
 KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
