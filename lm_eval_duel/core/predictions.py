@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.logits import ON_DEMAND, Top, log_p1, top_of
 from lm_eval_duel.core.network import LogitFilter
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -24,6 +25,8 @@ from lm_eval_duel.errors import DuelError, NotFinite
 CPU_VALUES = 1 << 20  # as many as fit a CPU's cache,
 CPU_ROWS = 64  # but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
+
+NOISE = 1e-6  # relative, of float32: the number of rows in a call changes statistics by so much
 
 
 class Predictions:
@@ -110,6 +113,21 @@ class Predictions:
         turn = torch.arange(len(self._row), device=rows.device) % len(rows)  # (C,)
         row = torch.where(in_lane, self._row, rows[turn])
         return self._from_rows(slice(None), row, self._at, self.masked, self.all_mask)
+
+    def with_noise(self, seed: int) -> Predictions:
+        """The same predictions with other float noise: each row of features and its statistics times nearly 1.
+
+        Positions that are known to have equal distributions still have equal statistics.
+        """
+        noisy = self._from_rows(slice(None), self._row, self._at, self.masked, self.all_mask)
+        number = torch.arange(len(self._features), device=self._row.device)  # (U,)
+        factor = 1 + NOISE * (2 * uniform(number, seed) - 1)  # (U,)
+        noisy._features = _scaled(self._features, factor)
+        noisy._logits_kept = None  # made again from these features
+        for name, values in noisy._computed.items():
+            if values.is_floating_point():
+                noisy._computed[name] = _scaled(values, factor)
+        return noisy
 
     @property
     def unfiltered(self) -> Predictions:
@@ -431,3 +449,9 @@ class Predictions:
         fill = math.nan if values.is_floating_point() else -1
         plane = torch.full(self.masked.shape, fill, dtype=values.dtype, device=values.device)
         return plane.masked_scatter(self.masked, values[self._row])
+
+
+def _scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`values` (U, ...) times `factor` (U,), in the dtype of the values."""
+    ones = (1,) * (values.dim() - 1)
+    return values * factor.to(values.dtype).view(-1, *ones)

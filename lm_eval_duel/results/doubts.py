@@ -35,9 +35,9 @@ def rule_doubt(duel: Mapping[str, Any]) -> str:
         return ""
     return (
         f"{differing} of {duel.get('decisions_checked')} decisions of the rule {duel.get('rule')} came out otherwise "
-        "when it was asked again: near ties, or the rule reads other lanes or is not deterministic, and then no value "
-        "is a likelihood. To find out which, let it return a decision_margin, or run with verify=8 or lm-eval-duel "
-        "audit"
+        "when it was asked again. Float noise decides near ties, such as a comparison with the mean in a row of masks. "
+        "If the rule reads other lanes or the width of the tensor, or is not deterministic, no value is a likelihood. "
+        "To find out, let it return a decision_margin, or run with verify=8 or lm-eval-duel audit"
     )
 
 

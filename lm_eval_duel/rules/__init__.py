@@ -148,6 +148,7 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
             return _wrapped(build(name, others), parameter, arguments[parameter])
     rule = find(name)
     parameters = declared(rule)
+    users.require_types(rule, set(arguments).difference(parameters))
     require_known("parameter", arguments, parameters, f"of the rule {name}")
     _require_complete(name, arguments, parameters)
     values = {}

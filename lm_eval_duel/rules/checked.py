@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 FIRST_CALLS = 8  # of a run that are repeated
-MOST_STEPS = 10_000  # of a block; a rule that still picks nothing then is taken to wait for ever
+NOISES = 3  # of each of these calls: rounding that happens to agree once differs in another
+MOST_STEPS = 4096  # of a block; a rule that still picks nothing then is taken to wait for ever
 FORMS = {
     "pick": "a boolean tensor (R, W)",
     "decision_margin": "a number for each lane (R,)",
@@ -68,10 +69,10 @@ class Checked(Around):
 
     The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
     predictions, while no NaN may decide (`NoNaN`), at another step if the rule is `state_only`, with other predictions
-    in all lanes but one, and on this lane alone. Picks and memory must agree, except in near ties. The near ties of a
-    rule without a decision_margin are not known, so if it decides differently for a lane alone, this is counted and
-    logged. The checks detect a rule that is no function of a lane's predictions, but they prove nothing; `verify` asks
-    again.
+    in all lanes but one, and on this lane and the narrowest one alone. Picks and memory must agree, except in near
+    ties. The near ties of a rule without a decision_margin are not known, so it is asked once more with float noise in
+    its predictions. If it then decides differently, or for a lane alone, this is counted and logged. The checks detect
+    a rule that is no function of a lane's predictions, but they prove nothing; `verify` asks again.
 
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
@@ -80,7 +81,7 @@ class Checked(Around):
             the lanes, or let a NaN decide.
         InconsistentOutput: it decided differently when it was asked again.
         RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set
-            and its step or memory moves on, for 10,000 steps of a block.
+            and its step or memory moves on, for 4,096 steps of a block.
     """
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
@@ -116,16 +117,19 @@ class Checked(Around):
         index = choose_by_hash(1, choice, self.counts.decisions, lanes.step[choice])  # (1,)
         return int(choice[index])
 
+    def _narrowest(self, lanes: Any) -> int:
+        """The narrowest lane with a real choice, in which a rule that counts padding differs most."""
+        has_choice = lanes.masked.sum(1) > 1  # (R,)
+        return int(lanes.width.masked_fill(~has_choice, lanes.masked.shape[1] + 1).argmin())
+
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
-        import torch
-
         from lm_eval_duel.rules.nan_checks import NoNaN
 
         self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
         decision = self._decided(predictions, lanes)
-        if not all(map(torch.equal, before, _planes(lanes))):
+        if not all(map(_equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
         if decision.decision_margin is not None and decision.decision_margin.isnan().any():
             raise DuelError(f"{self._with_place}: its decision_margin is NaN. {ADVICE_ON_NAN}")
@@ -145,21 +149,44 @@ class Checked(Around):
         lane = self._lane_to_ask(lanes)
         if predictions is not None and len(lanes) > 1:
             self._require_own_lane(decision, predictions, lanes, lane)
+        for each in sorted({lane, self._narrowest(lanes)}):
+            if not self._is_same_alone(decision, predictions, lanes, each):
+                return decision
+        if predictions is not None and decision.decision_margin is None:
+            self._ask_with_noise(decision, predictions, lanes)
+        return decision
 
-        # the lane alone, without the columns that only wider lanes have
+    def _ask_with_noise(self, decision: Decision, predictions: Any, lanes: Any) -> None:
+        """Count and log it if float noise in the predictions changes the decision of a rule that knows no near ties."""
+        everywhere = lanes.masked.any(1)  # (R,)
+        for seed in range(NOISES):
+            with_noise = self._decided(predictions.with_noise(seed), lanes)
+            if not _agree(decision, with_noise, everywhere):
+                self.counts.decisions_differing += 1
+                log.warning(
+                    "Rule %s decided otherwise when its predictions changed by a millionth: float noise decides, so "
+                    "values may depend on the device and the batch size. In a row of masks all positions have the same "
+                    "statistics, and a comparison with their mean needs a tolerance, such as `>= mean - 1e-3`",
+                    self,
+                )
+                return
+
+    def _is_same_alone(self, decision: Decision, predictions: Any, lanes: Any, lane: int) -> bool:
+        """True if a lane is decided in the same way alone, without the columns that only wider lanes have.
+
+        A difference is counted, and raises InconsistentOutput if a margin rules out float noise.
+        """
         only = slice(lane, lane + 1)
         width = int(lanes.width[lane])
         single = None if predictions is None else predictions.in_lane(lane, width)
         alone = self._decided(single, _alone(lanes, lane, width))
         memory = tuple(plane[only, :width] for plane in decision.memory)
         cut = Decision(decision.pick[only, :width], None, memory)
-        tie = near[only]  # (1,)
-        if single is not None:
-            tie = tie | single.all_mask
-        if not _agree(cut, alone, ~tie):
-            has_margins = decision.decision_margin is not None and alone.decision_margin is not None
-            self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
-        return decision
+        if _agree(cut, alone, ~decision.near_tie[only]):
+            return True
+        has_margins = decision.decision_margin is not None and alone.decision_margin is not None
+        self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
+        return False
 
     def _require_own_lane(self, decision: Decision, predictions: Any, lanes: Any, lane: int) -> None:
         """Raise InconsistentOutput if the decision in a lane changes with the predictions in other lanes.
@@ -263,6 +290,11 @@ class Checked(Around):
                 f"to reveal next; got {type(decision).__name__}."
             )
         self._require_form("pick", decision.pick, lanes, remark)
+        if not isinstance(decision.memory, tuple):
+            raise DuelError(
+                f"{self._with_place}: its memory must be a tuple of tensors, such as memory=(plane,); got "
+                f"{type(decision.memory).__name__}."
+            )
         for plane in decision.memory:
             self._require_form("memory", plane, lanes)
         if decision.decision_margin is not None:
@@ -307,7 +339,8 @@ class Checked(Around):
             return in_time
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
         for old, new in zip(before, decision.memory, strict=True):
-            waits |= (old != new).flatten(1).any(1)
+            moved_on = (old != new) & ~(old.isnan() & new.isnan())
+            waits |= moved_on.flatten(1).any(1)
         return waits & in_time
 
     @property
@@ -326,6 +359,11 @@ def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
     if [plane.shape for plane in first] != [plane.shape for plane in second]:
         return False
     return all(_same_plane(old[lanes], new[lanes]) for old, new in zip(first, second, strict=True))
+
+
+def _equal(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """True if two planes of one shape are equal; a memory may have NaN, as statistics do."""
+    return bool(((old == new) | (old.isnan() & new.isnan())).all())
 
 
 def _same_plane(old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 # without `!=`: x != x is how one finds a NaN
 COMPARISONS = {aten.ge: ">=", aten.gt: ">", aten.le: "<=", aten.lt: "<", aten.eq: "=="}
-NAN_FIRST = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default)
+SELECTIONS = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default)
+SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 
 
 class DecidedByNaN(Exception):
@@ -33,7 +34,7 @@ class NoNaN(TorchDispatchMode):
 
     - Comparisons. At a masked position every statistic is a number, so a NaN on either side comes from a mean, a sum or
       a maximum over other positions.
-    - Maxima, `argmax` and `topk` over positions. They take a NaN before any number.
+    - Maxima, `argmax`, `topk` and descending sorts over positions. They take a NaN before any number.
 
     Args:
         masked: (R, W) bool, of the lanes that the rule is called with, each of which has a masked position.
@@ -50,10 +51,12 @@ class NoNaN(TorchDispatchMode):
             for side in args[:2]:
                 if self._has_nan(side, result):
                     raise DecidedByNaN(f"'{COMPARISONS[operation]}' compares with NaN, so it is False")
-        if func in NAN_FIRST:
+        if func in SELECTIONS or func in SORTS:
             index = result if isinstance(result, torch.Tensor) else result[1]
+            if func in SORTS:
+                index = index[..., :1]  # the others are behind it
             if self._takes_nan(args[0], index):
-                raise DecidedByNaN(f"'{operation.__name__}' returns a NaN, which it takes before any number")
+                raise DecidedByNaN(f"'{operation.__name__}' puts NaN before any number")
         return result
 
     def _has_nan(self, side: Any, result: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, TypeGuard
 
@@ -89,6 +90,17 @@ def _require_spelling(rule: type[Rule]) -> None:
             raise DuelError(
                 f"The rule {rule.__qualname__} ({place(rule)}) sets '{name}', which no rule has. Did you mean "
                 f"{near[0]}? Give an attribute of your own another name."
+            )
+
+
+def require_types(rule: type[Rule], names: Iterable[str]) -> None:
+    """Raise DuelError if one of `names` is a class attribute that lacks the type that makes it a parameter."""
+    for name in names:
+        value = vars(rule).get(name)
+        if isinstance(value, (bool, int, float, str)):
+            raise DuelError(
+                f"'{name}' of the rule {rule.__qualname__} ({place(rule)}) has no type, so it is no parameter: write "
+                f"{name}: {type(value).__name__} = {value!r}."
             )
 
 

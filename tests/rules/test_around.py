@@ -11,11 +11,11 @@ import torch
 from attends import Attends
 from laws import total
 from random_lanes import random_case
-from toys import Toy
+from toys import Rotary, Toy
 
 from lm_eval_duel import Duel, Window, rules
 from lm_eval_duel.core import predictions as predictions_of_core
-from lm_eval_duel.errors import DuelError, InconsistentOutput
+from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.estimators.arguments import LatticeArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
@@ -389,3 +389,111 @@ def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
     assert duel.counts.decisions == 11
     assert duel.counts.decisions_checked == 8 + 1
     assert abs(total(duel, 3) - 1) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class AboveItsMean(rules.Rule):
+    """The positions of a lane with at least its mean confidence, less a tolerance, and always the best one."""
+
+    state_only = True
+    tolerance: float = 0.0
+
+    def __call__(self, predictions, lanes):
+        confidence = predictions.confidence
+        best = rules.rank(torch.where(lanes.masked, -confidence, math.inf)) < 1
+        mean = confidence.nanmean(1, keepdim=True)
+        return lanes.masked & ((confidence >= mean - self.tolerance) | best)
+
+
+def test_a_rule_that_float_noise_decides_is_counted(caplog):
+    """In a row of masks all positions have equal statistics, and rounding decides how they compare with their mean."""
+    windows = [Window((), (0,) * length) for length in range(4, 12)]
+    for tolerance in (0.0, 1e-3):
+        caplog.clear()
+        duel = DuelEstimator(Rotary(length=12), AboveItsMean(tolerance), 12)
+        duel.log_prob(windows)
+        assert (duel.counts.decisions_differing > 0) == (tolerance == 0)
+        assert ("float noise" in caplog.text) == (tolerance == 0)
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 64])
+def test_noise_changes_predictions_by_a_millionth_and_keeps_ties(rows_at_once, monkeypatch):
+    monkeypatch.setattr(predictions_of_core, "CPU_VALUES", 1)
+    monkeypatch.setattr(predictions_of_core, "CPU_ROWS", rows_at_once)
+    logits, masked = random_case(0, 5)
+    row = torch.arange(int(masked.sum())).clamp(min=4)  # the first five positions have equal distributions
+    weights = torch.randn(logits.shape[2], 50, dtype=torch.float64)
+    inputs = (torch.zeros(5, dtype=torch.bool), logits[masked].double(), row)
+    predictions = predictions_of_core.Predictions(
+        masked, *inputs, lambda features: features @ weights, torch.arange(50) == 7
+    )
+    seen = set()
+    for seed in range(3):
+        noisy = predictions.with_noise(seed)
+        for name in ("confidence", "margin", "log_margin", "entropy", "log_sum"):
+            values = getattr(noisy, name)[masked]
+            expected = getattr(predictions, name)[masked]
+            assert not torch.equal(values, expected)
+            assert torch.allclose(values, expected, rtol=1e-4, atol=0)
+            assert len(values[:5].unique()) == 1
+        assert torch.equal(noisy.argmax, predictions.argmax)
+        log_ratios = noisy.dense() - noisy.dense()[:, :1]  # these do not depend on the normalisation
+        expected = predictions.dense() - predictions.dense()[:, :1]
+        assert not torch.allclose(log_ratios, expected, rtol=1e-9)
+        assert torch.allclose(log_ratios, expected, rtol=2e-5, atol=1e-4)
+        seen.add(tuple(noisy.confidence[masked].tolist()))
+    assert len(seen) == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsPadding(rules.Rule):
+    """Negative control: all positions at once, but all save the last one in a lane that is padded."""
+
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        is_padded = lanes.width < lanes.masked.shape[1]  # (R,)
+        is_last = lanes.masked.cumsum(1) == lanes.masked.sum(1, keepdim=True)  # (R, W)
+        left_out = is_padded[:, None] & is_last & (lanes.masked.sum(1, keepdim=True) > 1)
+        return rules.Decision.certain(lanes.masked & ~left_out)
+
+
+def test_the_narrowest_lane_is_asked_alone():
+    """One lane in ten is padded, in one call."""
+    windows = [Window((), (0, 1, first, 0, second)) for first in range(3) for second in range(3)]
+    duel = DuelEstimator(Toy(length=6), CountsPadding(), 6)
+    duel.log_prob(windows)
+    with pytest.raises(InconsistentOutput):
+        duel.log_prob([*windows, Window((), (0, 1, 2))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembers(rules.Rule):
+    """The best position by the mean of the last two confidences, which are NaN where nothing was masked."""
+
+    def __call__(self, predictions, lanes):
+        confidence = predictions.confidence
+        mean = (confidence + lanes.memory[0]) / 2 if lanes.memory else confidence
+        best = lanes.masked & (rules.rank(torch.where(lanes.masked, -mean, math.inf)) < 1)
+        return rules.Decision(best, memory=(confidence,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits(Remembers):
+    """Negative control: after the first step it waits for a memory that stays as it is."""
+
+    may_pick_none = True
+
+    def __call__(self, predictions, lanes):
+        decision = super().__call__(predictions, lanes)
+        return decision if not lanes.memory else decision._replace(pick=torch.zeros_like(lanes.masked))
+
+
+def test_a_memory_may_have_nan_which_does_not_move_on():
+    windows = [Window((), (0, 1, 2)), Window((1,), (0, 1, 2, 0, 1))]
+    together = DuelEstimator(Toy(length=6), Remembers(), 6).log_prob(windows)
+    for window, score in zip(windows, together, strict=True):
+        [alone] = DuelEstimator(Toy(length=6), Remembers(), 6).log_prob([window])
+        assert alone.reveal_steps == score.reveal_steps
+    with pytest.raises(RuleStalled, match="step 2"):
+        DuelEstimator(Toy(length=6), Waits(), 6).log_prob(windows)

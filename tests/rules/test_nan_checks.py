@@ -34,6 +34,9 @@ DECIDED_BY_NAN = {
     "max": lambda: confidence.max(1),
     "min of one lane": lambda: confidence[0].min(0),
     "topk": lambda: confidence.topk(2),
+    "sort": lambda: confidence.sort(1, descending=True),
+    "argsort": lambda: confidence.argsort(descending=True, stable=True),
+    "sorted in a loop over lanes": lambda: confidence[0].sort(descending=True),
 }
 DECIDED_BY_NUMBERS = {
     "a threshold": lambda: MASKED & (confidence >= 0.3),
@@ -44,7 +47,7 @@ DECIDED_BY_NUMBERS = {
     "filled before": lambda: confidence.masked_fill(~MASKED, -1.0).topk(2),
     "all of them": lambda: confidence.topk(3),
     "the smallest": lambda: confidence.topk(2, largest=False),
-    "sorted, NaN first": lambda: confidence.sort(1, descending=True),
+    "sorted, NaN last": lambda: (confidence.sort(1), (-confidence).argsort(dim=1, stable=True)),
     "over lanes": lambda: confidence.argmax(0),
     "of another shape": lambda: confidence[:, :, None].expand(2, 3, 4) > 0.2,
     "whole numbers": lambda: MASKED.long().argmax(1),

@@ -64,6 +64,7 @@ IN_A_RUN = {
     "nothing picked": "return torch.zeros_like(lanes.masked)",
     "a revealed position": "return torch.ones_like(lanes.masked)",
     "random picks": "return lanes.masked & (lanes.masked.cumsum(1) == 1 + int(torch.rand(1) < 0.5))",
+    "a memory that is no tuple": "return Decision(lanes.masked, memory=predictions.margin)",
     "an exception": "return predictions.confidnce",
 }
 
@@ -162,3 +163,15 @@ def test_the_rule_that_follows_a_first_position_is_the_users(tmp_path):
         orders.append(score.reveal_steps)
     assert orders[0] == orders[1]
     assert max(orders[0]) == 2
+
+
+def test_a_parameter_without_a_type_is_named(tmp_path):
+    code = rule_with("__call__(self, predictions, lanes): return lanes.masked").replace(
+        "(Rule):\n", "(Rule):\n    least = 0.5\n"
+    )
+    file = written(tmp_path, code, "without_a_type")
+    with pytest.raises(DuelError, match="least: float") as error:
+        rules.parse(f"{file}:Mine:least=0.9")
+    assert str(file) in str(error.value)
+    with pytest.raises(DuelError, match="There are none"):
+        rules.parse(f"{file}:Mine:most=0.9")
