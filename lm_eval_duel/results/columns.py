@@ -345,7 +345,7 @@ def speeds(of_task: Sequence[Speeds]) -> Table:
         "rule": names["rule"],
         "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
         "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
-        f"DUEL, {WORDS[metric]}": lambda each: (number(each.row.value, form), each.row.about_value),
+        f"DUEL, {WORDS[metric]}": lambda each: value_with_remark(each.row),
         LEVEL: lambda each: (span(each.interval, form), each.about_interval),
     }
     return Table.from_records("Rules against NFE", compared, shown)

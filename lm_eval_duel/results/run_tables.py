@@ -116,7 +116,9 @@ def average(run: Run, name: str, metric: str) -> Cell:
 def average_with_doubts(run: Run, name: str, metric: str) -> Cell:
     """The same, with what puts the run in doubt."""
     text, remark = split(average(run, name, metric))
-    return text, Note.joined([remark, *map(Note, run.doubts)]) if text else Note()
+    if not text:
+        return ""
+    return text, Note.joined([remark, *map(Note, run.doubts)])
 
 
 def cost(costs: Sequence[RunCost]) -> Table:
