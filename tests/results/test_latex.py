@@ -133,11 +133,11 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     ours(tmp_path / "results", docs=docs, spec={"cache": "dual"})
     figures = tmp_path / "p.csv"
     figures.write_text(
-        "model,estimator,rule,task,metric,value,source\n"
-        "MDLM,duel,greedy,sotu,token_perplexity,87.57,Paper\n"
-        "MDLM,elbo,,sotu,token_perplexity,95.26,Paper\n"
-        "MDLM,elbo,,sotu,word_perplexity,888.11,Paper\n"
-        "MDLM,elbo,,ptb,token_perplexity,99.49,Paper\n"
+        "model,estimator,rule,task,metric,value,source,stderr,note\n"
+        "MDLM,duel,greedy,sotu,token_perplexity,87.57,Paper,,\n"
+        "MDLM,elbo,,sotu,token_perplexity,95.26,Paper,0.5,zero-shot\n"
+        "MDLM,elbo,,sotu,word_perplexity,888.11,Paper,,\n"
+        "MDLM,elbo,,ptb,token_perplexity,99.49,Paper,,\n"
     )
     out = tmp_path / "out"
 
@@ -158,7 +158,8 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     assert caches == ["", "none", "dual", "", ""], "as in every table of these rows"
     assert "from 8 distinct documents: too narrow" in notes
     assert "Published figures" in notes
-    assert "published: Paper" in notes
+    assert "published: Paper " in notes
+    assert "published: Paper, zero-shot" in notes
 
     with (out / "report.csv").open() as lines:
         by_kind = {}
@@ -167,6 +168,7 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     assert [row["published"] for row in by_kind.pop("published")] == ["87.57"]
     bounds = by_kind.pop("published bound")
     assert [row["published"] for row in bounds] == ["95.26", "99.49", "888.11"]
+    assert (bounds[0]["published_stderr"], bounds[0]["published_note"]) == ("0.5", "zero-shot")
     for row in bounds:
         assert (row["source"], row["value"], row["rank"], row["interval_low"]) == ("Paper", "", "", "")
     for rows_of_kind in by_kind.values():
