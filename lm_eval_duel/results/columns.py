@@ -133,10 +133,9 @@ def closed(each: ComparedRow, unit: str = "") -> str:
 
 
 def closed_with_remark(each: ComparedRow) -> Cell:
-    """The same, with the remarks on the two values that it is computed from."""
-    rows = [each.row] if each.closed.elbo is None else [each.row, each.closed.elbo]
+    """The same, with what puts the values in doubt that it is computed from."""
     text = closed(each)
-    return (text, doubts_of(*rows)) if text else ""
+    return (text, doubts_of(each.row, each.closed.elbo, each.closed.ar)) if text else ""
 
 
 def closed_interval(each: ComparedRow) -> str:
@@ -259,13 +258,18 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
         Head("DUEL", "DUEL", "value"): marked_with_remark,
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
-        "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
-        Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
+        "ELBO's gap": lambda each: _from_baseline(each, gap(each.closed.elbo, each.closed.elbo_gap)),
+        Head("DUEL's gap", "DUEL's gap", "value"): lambda each: _from_baseline(each, gap(each.row, each.gap)),
         Head(f"DUEL's gap: {LEVEL}", "DUEL's gap", LEVEL): gap_interval,
         Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
         Head(f"gap closed: {LEVEL}", "gap closed", LEVEL): closed_interval,
     }
     return Table.from_records("Gap to the autoregressive model", duels, shown)
+
+
+def _from_baseline(each: ComparedRow, text: str) -> Cell:
+    """A gap with what puts the baseline's value in doubt, which is not in the table itself."""
+    return (text, doubts_of(each.closed.ar)) if text else ""
 
 
 def cache_costs(cached: Sequence[ComparedRow]) -> Table:
@@ -312,10 +316,10 @@ def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
     return cell_of_both
 
 
-def doubts_of(*rows: Row) -> Note:
-    """The remarks on the values of rows, for what is computed from them."""
+def doubts_of(*rows: Row | None) -> Note:
+    """The remarks on the values of rows, each once, for what is computed from them."""
     sentences: dict[str, None] = {}
-    for row in rows:
+    for row in filter(None, rows):
         sentences |= dict.fromkeys(row.run.doubts)
     return Note("; ".join(sentences))
 

@@ -172,11 +172,12 @@ def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored
 class GapClosed:
     """The share of the ELBO's gap to the autoregressive baseline that a DUEL row closes, in per cent.
 
-    `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is not tested. `percent`
-    is None if they do not. `reason`: why `percent`, its error or its interval is not known.
+    `ar`: the baseline. `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is
+    not tested. `percent` is None if they do not. `reason`: why `percent`, its error or its interval is not known.
     """
 
     elbo: Row | None = None
+    ar: Row | None = None
     elbo_gap: float | None = None
     distinguishable: bool | None = None
     percent: float | None = None
@@ -246,11 +247,11 @@ def _no_elbo_under_noise(duel: Row, shown: Sequence[Row]) -> str:
 def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str) -> GapClosed:
     """Gap closed of a DUEL row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
     if elbo is None:
-        return GapClosed(reason=NOT_OF_PERPLEXITY if row.metric == "bits_per_byte" else Note(why))
+        return GapClosed(ar=ar, reason=NOT_OF_PERPLEXITY if row.metric == "bits_per_byte" else Note(why))
     elbo_gap = None if ar is None else elbo.value - ar.value
     reason = _no_gap(row, elbo, ar)
     if reason:
-        return GapClosed(elbo, elbo_gap, reason=reason)
+        return GapClosed(elbo, ar, elbo_gap, reason=reason)
 
     errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
     error = math.hypot(*errors) if errors else None  # of the difference: draws of the two are independent
@@ -268,6 +269,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     interval_of_percent, no_draws = _gap_closed_interval(elbo, row, ar, draws)
     return GapClosed(
         elbo=elbo,
+        ar=ar,
         elbo_gap=elbo_gap,
         distinguishable=distinguishable,
         percent=percent,

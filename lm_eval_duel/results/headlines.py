@@ -35,7 +35,7 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     subject = f"**{escape(first.model)}** on {escape(name)}"
     if first.metric != "token_perplexity":
         subject += f", {WORDS[first.metric]}"
-    against = "" if base is None else f" against {number(base.value, form)} for {escape(base.model)}"
+    against = "" if base is None else f" against {_value(base)} for {escape(base.model)}"
     chosen = compare.headline(of_model)
     if chosen is None:
         return f"{subject}: {_without_duel(of_model, against)}; no DUEL result (estimator=duel)."
@@ -50,7 +50,7 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
         text += _gap(chosen, form)
     lowest = _lowest(chosen.row, of_model)
     if lowest is not chosen.row:
-        text += f" Lowest of its likelihoods: {_rule(lowest)}, {number(lowest.value, form)}."
+        text += f" Lowest of its likelihoods: {_rule(lowest)}, {_value(lowest)}."
     return text
 
 

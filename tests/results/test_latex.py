@@ -183,7 +183,7 @@ DIFFERS = {"windows": 8, "differing_windows": 3, "changed_picks": 0, "where": "t
     [
         ({"dtype": "float32", "verify": DIFFERS}, "3 of 8 windows differ"),
         ({"verify_failed": ["out of memory"]}, "verify ended early, after 0 windows: out of memory"),
-        ({"verify": DIFFERS | {"differing_windows": 0}, "verify_failed": ["no luck"]}, "after 8 windows: no luck"),
+        ({"verify": DIFFERS | {"differing_windows": 0}, "verify_failed": ["one", "two"]}, "after 8 windows: one; two"),
         ({"verify": DIFFERS | {"differing_windows": 0}}, ""),
     ],
 )
@@ -212,8 +212,43 @@ def test_no_form_of_a_value_hides_that_verify_found_a_difference_or_ended_early(
             assert sentence in text, name
         else:
             assert "verify" not in text, name
+    assert ("in doubt" in texts["report.md"]) == ("differ" in sentence), "not for a check that ended early"
     for line in csv.DictReader(texts["report.csv"].splitlines()):
         assert (sentence in line["doubts"]) == (line["estimator"] == "duel" or not sentence)
+
+
+def test_no_gap_and_no_headline_hides_a_doubt_in_another_row(tmp_path):
+    """The baseline has no row in the tables of gaps, which are computed from its value."""
+    nats = np.linspace(-10, -120, 12)
+    tokens = range(3, 39, 3)
+
+    def docs(factor):
+        return {name: documents(factor * nats, tokens) for name in ("sotu", "news")}
+
+    def doubt(differing):
+        return {"decisions_checked": 8, "decisions_differing": differing}
+
+    ours(tmp_path / "ar", docs=docs(1), estimator="ar", rule=None, model="ARM", duel=doubt(1))
+    ours(tmp_path / "results", docs=docs(1.5), estimator="elbo", duel=doubt(2))
+    ours(tmp_path / "results", docs=docs(1.1), duel=doubt(3))
+    ours(tmp_path / "results", docs=docs(1.05), duel=doubt(4), rule="greedy:k=2")
+    ours(tmp_path / "results", docs=docs(1.2), duel=doubt(5), spec={"cache": "dual"})
+    out = tmp_path / "out"
+
+    report([str(tmp_path / "results"), "--ar", str(tmp_path / "ar"), "--out", str(out)])
+
+    computed_from = {"gap_sotu": "12345", "gap_news": "12345", "gap_closed": "1234", "cache_sotu": "35"}
+    for name, runs in computed_from.items():
+        text = (out / f"{name}.tex").read_text()
+        assert set(re.findall(r"(\d) of 8 decisions", text)) == set(runs), name
+    _, _, below_head = (out / "gap_sotu.tex").read_text().partition("\\midrule\n")
+    row, _, _ = below_head.partition("\n")
+    assert "greedy:k=2" not in row
+    assert row.count(r"\textsuperscript{") == 4, row  # at the ELBO, at DUEL, and at the gap of each
+    headlines = (out / "report.md").read_text()
+    for start, end in ((" against ", " for ARM"), ("Lowest of its likelihoods: greedy:k=2", "\n")):
+        value, _, _ = headlines.partition(start)[2].partition(end)
+        assert "in doubt" in value
 
 
 @pytest.mark.slow
