@@ -324,8 +324,12 @@ def test_each_task_has_its_figures_in_every_format(folders, monkeypatch, tmp_pat
         sections = dict(zip(content.tasks, by_heading, strict=False))
         for image in images:
             name = f"{image.kind}_{re.sub('[^a-z]', '_', image.task)}"
+            subject = f" on {image.task}"
             if image.kind == "rules":
-                name += f"_{content.tasks[image.task].rules[0].title.replace(', block ', '_block_')}"
+                setting = content.tasks[image.task].rules[0].title
+                subject += f": {setting}"
+                name += f"_{setting.replace(', block ', '_block_')}"
+            assert image.title.endswith(subject)
             assert image.files == {f"{name}.{form}": f"{form} {width is not None}".encode() for form in formats}
             assert text.count(f"]({name}.{first_picture or 'pdf'})") == 1
             assert text.count(f"({name}.") == 1
