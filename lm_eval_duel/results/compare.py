@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def tokens(self) -> int | None:
-        """The number of their tokens; None if it is not known, or models with other tokenizers count others."""
+        """The number of their tokens; None if it is not known, or if the tokenizers of several models differ in it."""
         return _shared(each.row.tokens for each in self.rows)
 
     @property

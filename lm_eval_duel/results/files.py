@@ -105,8 +105,9 @@ def _naming_folder(folder: str | Path) -> Iterator[None]:
 def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """File names of tables and figures, from (task, kind, about), each different even where case is ignored.
 
-    `about`: the part of a task that it is of; empty for the whole task. A name depends on these three, not on how many
-    there are of a kind: a document that includes a file finds it again when results are added.
+    `about`: the model, block and cache that a file is about, or the source of its figures; empty if it is about the
+    whole task. A name depends on these three, not on how many there are of a kind: a document that includes a file
+    finds it again when results are added.
     """
     used = set[str]()
     for task, kind, about in subjects:

@@ -29,7 +29,8 @@ class Column:
     """A head, and the cell of a method below it.
 
     `group`: of columns that the page can hide together. `below`: the interval that stands below a cell. `about`: a
-    remark on the whole column. `counts`: what its values are over, which stands below the head.
+    remark on the whole column. `counts`: the number of documents and tokens that its values are over, which stands
+    below the head.
     """
 
     head: str
