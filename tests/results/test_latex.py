@@ -1,6 +1,7 @@
 """LaTeX tables: every row has the columns of the heading, texts stay texts, and pdflatex takes them."""
 
 import csv
+import json
 import re
 import shutil
 import subprocess
@@ -130,7 +131,7 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
     docs = {"sotu": documents(np.linspace(-10, -120, 8), range(3, 27, 3))}
     hf(tmp_path / "results", docs=docs)
     ours(tmp_path / "results", docs=docs)
-    ours(tmp_path / "results", docs=docs, spec={"cache": "dual"})
+    ours(tmp_path / "results", docs=docs, spec={"cache": "dual"}, duel={"verify_failed": ["out of memory"]})
     figures = tmp_path / "p.csv"
     figures.write_text(
         "model,estimator,rule,task,metric,value,source,stderr,note\n"
@@ -157,6 +158,9 @@ def test_published_figures_are_never_in_a_column_of_computed_values(tmp_path):
         caches.append(cache.strip())
     assert caches == ["", "none", "dual", "", ""], "as in every table of these rows"
     assert "from 8 distinct documents: too narrow" in notes
+    assert "out of memory" in notes
+    for name in ("published_Paper.tex", "published_Paper_2.tex"):
+        assert "Published figures" in (out / name).read_text()
     assert "Published figures" in notes
     assert "published: Paper " in notes
     assert "published: Paper, zero-shot" in notes
@@ -213,6 +217,9 @@ def test_no_form_of_a_value_hides_that_verify_found_a_difference_or_ended_early(
         else:
             assert "verify" not in text, name
     assert ("in doubt" in texts["report.md"]) == ("differ" in sentence), "not for a check that ended early"
+    for task in json.loads(texts["report.json"])["tasks"].values():
+        for row in task["rows"]:
+            assert bool(row["doubts"]) == (row["estimator"] == "duel" and bool(sentence))
     for line in csv.DictReader(texts["report.csv"].splitlines()):
         assert (sentence in line["doubts"]) == (line["estimator"] == "duel" or not sentence)
 

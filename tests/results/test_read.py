@@ -97,6 +97,7 @@ def test_random_edits(tmp_path, count, monkeypatch):
         ("config.spec.version", GONE, "version"),
         ("config.duel.schema", runs.SCHEMA + 1, "schema"),
         ("config.duel.schema", GONE, "schema"),
+        ("config.duel.verify_failed", 3, "TypeError"),
         ("config.duel.estimator", "fake", "Unknown estimator 'fake'"),
         ("config.duel.tasks.sotu.values.fake", {"log_prob": -90.0, "windows": 3}, "Unknown estimator or rule 'fake'"),
     ],
