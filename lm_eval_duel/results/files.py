@@ -143,6 +143,7 @@ COMPARED = (  # of a row among others
     *("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
     *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "gap_closed_of=closed.of"),
 )
+AVERAGE_PAIR = ("names", "metric", "difference", "interval", "reason", "verdict")
 PAIR = ("names", "difference", "interval", "reason", "verdict")
 COST = (
     *("model=run.label", "estimator=run.config.estimator", "name", "rule=run.config.rule"),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.rows import SAME, Row
-from lm_eval_duel.results.runs import NO_CACHE
+from lm_eval_duel.results.rows import SAME, Row, plain_row
+from lm_eval_duel.results.runs import NO_CACHE, Run
 from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, arguments, differing_keys
 from lm_eval_duel.rules import sort_key
 
@@ -51,10 +51,20 @@ def in_order(rows: Iterable[Row]) -> Ordered:
             for other in same[row]:
                 notes.append(_twice(row, other))
 
-    oldest_first = sorted(same, key=lambda row: row.run.header.date)
+    return Ordered(_sorted(same), same, notes)
+
+
+def runs_in_order(runs: Iterable[Run], name: str, baselines: Collection[Run]) -> list[Run]:
+    """The runs of a task in the order of rows."""
+    rows = [plain_row(run, name, baseline=run in baselines) for run in runs]
+    return [row.run for row in _sorted(rows)]
+
+
+def _sorted(rows: Iterable[Row]) -> list[Row]:
+    """The baseline, then models in the order of their first results, each as `_sort_key` has it."""
+    oldest_first = sorted(rows, key=lambda row: row.run.header.date)
     models = list(dict.fromkeys(row.model for row in oldest_first))
-    ordered = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
-    return Ordered(ordered, same, notes)
+    return sorted(oldest_first, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
 
 
 def _first_kept(row: Row) -> tuple[bool, bool, float]:

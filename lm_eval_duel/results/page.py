@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import counted
-from lm_eval_duel.results import columns, files, gaps, published
+from lm_eval_duel.results import columns, files, gaps, published, run_tables
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
@@ -167,8 +167,7 @@ def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     """The kinds of results that are on the page, and what each means."""
     kinds = set()
     for row in rows:
-        if row.method.rows:
-            kinds.add(row.method.kind)
+        kinds.add(row.method.kind)
         if row.method.named.run.config.autoregressive:
             kinds.add(AR)
     return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}  # in their order
@@ -225,6 +224,10 @@ def _differences(report: Report) -> list[tuple[str, str, Table]]:
             elif kind == "pairs":
                 title = f"{name}: Further paired differences, nats per {gaps.unit(task.metric)}"
                 tables.append((title, f"{count} of {counted(task.possible_pairs, 'pair')} of rows", table))
+    for name, pairs in report.average_pairs.items():
+        if pairs:
+            table = run_tables.average_differences(name, pairs)
+            tables.append((table.title, counted(len(pairs), "row"), table))
     return tables
 
 

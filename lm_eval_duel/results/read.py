@@ -197,9 +197,17 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
     output_type = str(content.get("configs", {}).get(name, {}).get("output_type") or "loglikelihood_rolling")
     entries = content["results"][name]
     metrics = _perplexities(name, entries, content.get("nulls", {}))
+    averages = _averages(entries)
+    rolling = output_type == "loglikelihood_rolling"
     missing = Note()
-    if metrics and documents is None:
-        documents, missing = samples(file, name, rolling=output_type == "loglikelihood_rolling")
+    scored: dict[str, dict[str, float]] = {}
+    if documents is None:
+        records = samples(file, name)
+        scored = _scores(records or [], averages, rolling)
+        if metrics and records is None:
+            missing = Note(f"no samples of {name}", "run lm_eval with --log_samples")
+        elif metrics:
+            documents = _documents(records, rolling)
     return Task(
         name=name,
         output_type=output_type,
@@ -207,7 +215,8 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
         entry=config.duel["tasks"].get(name, {}),
         available=None if available is None else schema.count(available),
         metrics=metrics,
-        scores=_averages(entries),
+        scores=averages,
+        scored=scored,
         documents=documents,
         missing=missing,
     )
@@ -354,17 +363,16 @@ def _scored(documents: Iterable[Mapping[str, Any]]) -> str:
 # ---------------------------------------------------------------- samples
 
 
-def samples(results: Path, task: str, rolling: bool) -> tuple[Documents | None, Note]:
-    """The samples of a task next to a results file, or None and the reason."""
+def samples(results: Path, task: str) -> list[dict[str, Any]] | None:
+    """The samples of a task next to a results file; None if there are none."""
     date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
     stamp = date[0] if date else results.stem.removeprefix("results_")
     file = results.parent / f"samples_{task}_{stamp}.jsonl"
     if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
-        return None, Note(f"no samples of {task}", "run lm_eval with --log_samples")
+        return None
     with reading(file, "samples of lm_eval"):
         lines = file.read_text(encoding="utf-8").split("\n")
-        records = list(map(json.loads, filter(str.strip, lines)))
-        return _documents(records, rolling), Note()
+        return list(map(json.loads, filter(str.strip, lines)))
 
 
 def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
@@ -386,10 +394,10 @@ def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
     return _documents(records, rolling=True)
 
 
-def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
-    """The documents of samples, sorted by key; equal texts are counted in order."""
+def _keyed(records: Sequence[Mapping[str, Any]], rolling: bool) -> dict[str, tuple[int, Mapping[str, Any]]]:
+    """The number and the first record of each document, sorted by key; equal texts are counted in order."""
     first: dict[int, Mapping[str, Any]] = {}
-    for record in records:  # lm-eval writes a document once for each filter, with equal values
+    for record in records:  # lm-eval writes a document once for each filter
         first.setdefault(int(record["doc_id"]), record)
 
     # A key is DIGEST:1, and DIGEST:2 for the second copy of a text, so that two runs have their copies in pairs.
@@ -399,9 +407,30 @@ def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents
         digest = _digest(record, rolling)
         seen[digest] += 1
         keyed[f"{digest}:{seen[digest]}"] = n, record
+    return dict(sorted(keyed.items()))
 
+
+def _scores(
+    records: Sequence[Mapping[str, Any]], averages: Mapping[str, tuple[float, float | None]], rolling: bool
+) -> dict[str, dict[str, float]]:
+    """The score of each document, by the average that is their mean; other averages are left out."""
+    scored = {}
+    for average, (value, _) in averages.items():
+        metric, _, filtered = average.removesuffix(")").partition(" (")
+        of_filter = [record for record in records if record.get("filter", "none") == (filtered or "none")]
+        scores = {}
+        for key, (_, record) in _keyed(of_filter, rolling).items():
+            if type(record.get(metric)) in (bool, int, float):
+                scores[key] = float(record[metric])
+        if scores and math.isclose(math.fsum(scores.values()) / len(scores), value, abs_tol=1e-9):
+            scored[average] = scores
+    return scored
+
+
+def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
+    """The documents of samples, sorted by key. Their values are equal for all filters."""
     documents = Documents({}, {})
-    for key, (n, record) in sorted(keyed.items()):
+    for key, (n, record) in _keyed(records, rolling).items():
         documents.numbers[key] = n
         for metric in METRICS:
             if record.get(metric) is not None:

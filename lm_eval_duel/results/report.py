@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, counted, usage
 from lm_eval_duel.results import (
+    averages,
     columns,
     compare,
     costs,
@@ -27,6 +28,7 @@ from lm_eval_duel.results import (
     standings,
     traced,
 )
+from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
@@ -34,7 +36,8 @@ from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
 
-PRINTED = ("methods", "ranks", "cache", "pairs", "accuracy")  # tables that the command prints
+OF_AVERAGES = ("accuracy", "accuracy_pairs")  # tables whose titles name their task, and the number of documents
+PRINTED = ("methods", "ranks", "cache", "pairs", *OF_AVERAGES)  # tables that the command prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Report:
     """The content of the files of a report.
 
     `runs`: the baselines first. `published`: figures of others. `documents`: of the page, with their orders.
+    `average_pairs`: of each task with averages other than perplexities.
     """
 
     runs: list[Run]
@@ -50,6 +54,7 @@ class Report:
     notes: list[Note]
     published: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     documents: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    average_pairs: dict[str, list[AveragePair]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def standings(self) -> Standings:
@@ -62,12 +67,7 @@ class Report:
     @property
     def scored(self) -> list[str]:
         """The tasks with other averages than perplexities."""
-        names: dict[str, None] = {}
-        for run in self.runs:
-            for name, task in run.every_task.items():
-                if task.scores:
-                    names[name] = None
-        return list(names)
+        return _scored(self.runs)
 
     @functools.cached_property
     def headlines(self) -> dict[str, list[str]]:
@@ -88,6 +88,8 @@ class Report:
                 yield name, "published", beside
         for name in self.scored:
             yield name, "accuracy", run_tables.accuracies(name, self.runs, self.baselines)
+            if self.average_pairs.get(name):
+                yield name, "accuracy_pairs", run_tables.average_differences(name, self.average_pairs[name])
         if self.costs:
             yield "", "cost", run_tables.cost(self.costs)
 
@@ -128,6 +130,10 @@ def collect(options: argparse.Namespace) -> Report:
     if options.page:
         documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
         notes += problems
+    average_pairs = {}
+    if options.pairs != compare.NONE:
+        for name in _scored(shown):
+            average_pairs[name] = averages.pairs(name, shown, baselines)
     return Report(
         runs=sorted(shown, key=lambda run: run not in baselines),
         baselines=baselines,
@@ -135,7 +141,18 @@ def collect(options: argparse.Namespace) -> Report:
         notes=notes,
         published=published.by_source(options.published),
         documents=documents,
+        average_pairs=average_pairs,
     )
+
+
+def _scored(runs: Iterable[Run]) -> list[str]:
+    """The tasks with other averages than perplexities."""
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, task in run.every_task.items():
+            if task.scores:
+                names[name] = None
+    return list(names)
 
 
 def _compare_tasks(
@@ -269,7 +286,7 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     of_tasks: dict[str, dict[str, list[Table]]] = {name: {} for name in report.tasks}  # by task and kind
     over_tasks = []
     for name, kind, table in report.tables():
-        if name and kind != "accuracy":
+        if name and kind not in OF_AVERAGES:
             of_tasks[name].setdefault(kind, []).append(table)
         else:
             over_tasks.append(table)
@@ -329,7 +346,7 @@ def console(report: Report) -> str:
     for name, kind, table in report.tables():
         if kind not in PRINTED:
             continue
-        title = table.title if kind == "accuracy" else f"{name}: {table.title}"
+        title = table.title if kind in OF_AVERAGES else f"{name}: {table.title}"
         if kind == "methods" and report.tasks[name].size:
             title += f", {report.tasks[name].size}"
         parts.append(title)
@@ -379,7 +396,7 @@ def _latex(report: Report, name: str, kind: str, table: Table) -> str:
 
     `name`: of its task; empty for a table over all tasks.
     """
-    if kind == "accuracy":  # its table has a column with the numbers of documents
+    if kind in OF_AVERAGES:  # the table of averages has a column with the numbers of documents
         return table.latex()
     tasks = {name: report.tasks[name]} if name else report.tasks
     sizes = []
@@ -400,6 +417,9 @@ def content(report: Report) -> dict[str, Any]:
     accuracies = {}
     for name in report.scored:
         accuracies[name] = files.accuracies(report.runs, name, report.baselines)
+    average_pairs = {}
+    for name, pairs in report.average_pairs.items():
+        average_pairs[name] = [files.entries(pair, files.AVERAGE_PAIR) for pair in pairs]
     results = []
     for run in report.runs:
         results.append(
@@ -417,6 +437,7 @@ def content(report: Report) -> dict[str, Any]:
         "notes": list(map(str, report.notes)),
         "tasks": tasks,
         "accuracies": accuracies,
+        "accuracy_pairs": average_pairs,
         "standings": files.ranking(report.standings, report.tasks),
         "published": report.published,
         "documents": report.documents,

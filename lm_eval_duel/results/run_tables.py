@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Collection, Sequence
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import WHOLE_TARGET, names_of_rows, through, value
+from lm_eval_duel.results import averages, order
+from lm_eval_duel.results.averages import AveragePair
+from lm_eval_duel.results.columns import SINGLE, WHOLE_TARGET, names_of_rows, through, value
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
-from lm_eval_duel.results.table import WORDS, Cell, Columns, Note, Table, number, split
+from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Cell, Columns, Note, Table, number, span, split
 from lm_eval_duel.rules import without_defaults
 
 SPEC = (  # the entries of a spec that are listed
@@ -18,9 +20,6 @@ SPEC = (  # the entries of a spec that are listed
     *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
-NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
-FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
-COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 WALL_TIME = "wall time of single runs: other programs on the machine change it"
 
 
@@ -78,7 +77,7 @@ def _error(row: Row) -> str:
 
 def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
-    runs = [run for run in runs if run.scores(name)]
+    runs = order.runs_in_order([run for run in runs if run.scores(name)], name, baselines)
     metrics = metrics_of(name, runs)
     shown = names_of_runs(runs, baselines)
     for metric in metrics:
@@ -87,6 +86,20 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
     for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
+
+
+def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
+    """Paired differences of averages other than perplexities."""
+    shown: Columns = {
+        "first": lambda pair: pair.names[0],
+        "second": lambda pair: pair.names[1],
+        "metric": lambda pair: pair.metric,
+        f"first {MINUS} second": lambda pair: number(pair.difference, "+.4f"),
+        LEVEL: lambda pair: (span(pair.interval, "+.4f"), pair.reason),
+        "verdict": lambda pair: pair.verdict,
+    }
+    about = f"Differences are over the same documents, by a bootstrap over them. {SINGLE}"
+    return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
 
 
 def metrics_of(name: str, runs: Sequence[Run]) -> list[str]:
@@ -103,14 +116,8 @@ def average(run: Run, name: str, metric: str) -> Cell:
         return ""
     score, error = run.scores(name)[metric]
     text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
-    without_filter, _, _ = metric.partition(" (")
-    output_type = run.every_task[name].output_type
-    entry = registry.find(run.config.estimator)
-    if output_type == "loglikelihood" and without_filter == COUNTED and not entry.decodes:
-        return text, NOT_DECODED
-    if output_type == "multiple_choice" and entry.kind.is_bound:
-        return text, FROM_BOUND
-    return text
+    remark = averages.remark(run, name, metric)
+    return (text, remark) if remark else text
 
 
 def average_with_doubts(run: Run, name: str, metric: str) -> Cell:

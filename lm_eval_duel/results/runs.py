@@ -137,6 +137,7 @@ class Task:
     entry: dict[str, Any]  # its entry in config.duel.tasks
     metrics: dict[str, float]  # perplexities, each of the first filter that has it
     scores: dict[str, tuple[float, float | None]]  # other averages, with their standard errors
+    scored: dict[str, dict[str, float]]  # of those that are the mean over documents: the score of each
     documents: Documents | None
     missing: Note
     available: int | None = None  # documents without --limit
