@@ -23,7 +23,7 @@ MOST_RUNS = 5  # of which all pairs are listed; of more, each is compared with t
 
 
 def remark(run: Run, name: str, metric: str) -> str:
-    """What an average of a task is not, under the run's estimator; empty if it is what its name says."""
+    """A remark on what an average of a task is not, under the run's estimator; empty if it is what its name says."""
     without_filter, _, _ = metric.partition(" (")
     output_type = run.every_task[name].output_type
     entry = registry.find(run.config.estimator)

@@ -14,7 +14,7 @@ from results import report as run
 from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import files, read, run_tables, runs
+from lm_eval_duel.results import averages, files, read, runs
 from lm_eval_duel.results.files import stems
 from lm_eval_duel.results.run_summary import summary
 from lm_eval_duel.results.trace import files as trace_files
@@ -213,7 +213,7 @@ def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     put(file, "results.lambada.acc,none", 0.0)
     put(file, "configs.lambada.output_type", "loglikelihood")
     run(tmp_path)
-    assert run_tables.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
+    assert averages.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):

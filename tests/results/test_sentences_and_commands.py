@@ -10,7 +10,7 @@ import pytest
 from results import documents, edit, hf, ours, per_token, put
 
 from lm_eval_duel.cli.report import parse
-from lm_eval_duel.results import columns, costs, files, page, read, report, run_tables
+from lm_eval_duel.results import averages, columns, costs, files, page, read, report, run_tables
 from lm_eval_duel.results.report import collect
 
 TOKENS = (20, 40, 30)
@@ -137,9 +137,9 @@ def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
     [
         ("duel", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", None),
         ("duel", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", None),
-        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", run_tables.NOT_DECODED),
-        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", run_tables.NOT_DECODED),
-        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", run_tables.FROM_BOUND),
+        ("elbo", "acc", "loglikelihood", 0.125, "0.5000 ± 0.1250", averages.NOT_DECODED),
+        ("elbo", "acc (strict)", "loglikelihood", 0.125, "0.5000 ± 0.1250", averages.NOT_DECODED),
+        ("elbo", "acc", "multiple_choice", 0.125, "0.5000 ± 0.1250", averages.FROM_BOUND),
         ("elbo", "f1", "loglikelihood", 0.0, "0.5000 ± ?", None),
         ("elbo", "f1", "loglikelihood", None, "0.5000 ± ?", None),
     ],
