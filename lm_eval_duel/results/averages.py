@@ -85,7 +85,7 @@ def _of_two(name: str, first: Run, second: Run, baselines: Collection[Run]) -> I
 
 
 def _names(both: Sequence[rows.Row]) -> tuple[str, str]:
-    """What distinguishes two runs: their models if these differ, and their methods if these do."""
+    """The names that distinguish two runs: their models if these differ, and their methods if these do."""
     first, second = rows.names(both)
     if both[0].model != both[1].model:
         first = f"{both[0].model}, {both[0].name}"
@@ -112,7 +112,7 @@ def _verdict(
     interval: tuple[float, float],
     keys: Sequence[str],
 ) -> str:
-    """Which of two runs is better in an average, or why nobody can say. `keys`: of documents, as samples have them."""
+    """The better of two runs in an average, or why nobody can say. `keys`: of documents, as samples have them."""
     low, high = interval
     distinct = len({key.rpartition(":")[0] for key in keys})  # copies of a document say nothing about others
     doubts = []
