@@ -90,6 +90,12 @@ def _check_arguments(config: EvaluatorConfig) -> None:
             f"{cache}. Add a name to it: {Path(cache, 'cache')}."
         )
     if cache is not None:
+        begins, is_file, _ = cache.rpartition("_rank")
+        if is_file and Path(cache).is_file():
+            raise UsageError(
+                f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the file {cache} "
+                f"itself. To go on with its answers: --use_cache {begins}"
+            )
         _require_writable(Path(cache))
     if config.output_path:
         output = Path(config.output_path)

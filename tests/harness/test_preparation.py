@@ -1,6 +1,7 @@
 """What an evaluation needs besides its model is checked before the model is loaded."""
 
 import os
+import re
 import random
 from functools import partialmethod
 
@@ -93,6 +94,16 @@ def settings(tasks, folder=None, **others):
 def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):
     config = settings(tasks, **others)
     with pytest.raises(DuelError, match=named):
+        config.process_tasks(config.metadata)
+
+
+def test_the_file_of_a_response_cache_is_told_from_its_path(tmp_path):
+    """The message of an interrupted run names the file, and its path is the beginning of that name."""
+    path = tmp_path / "runs_rank"
+    file = path.with_name(f"{path.name}_rank0.db")
+    file.touch()
+    with pytest.raises(DuelError, match=f"{re.escape(str(path))}$"):
+        config = settings(["sotu"], use_cache=str(file))
         config.process_tasks(config.metadata)
 
 
