@@ -1,8 +1,8 @@
 """What an evaluation needs besides its model is checked before the model is loaded."""
 
 import os
-import re
 import random
+import re
 from functools import partialmethod
 
 import numpy as np
