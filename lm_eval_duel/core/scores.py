@@ -336,7 +336,7 @@ class Score(Plain):
             f"nfe={self.nfe}",
             f"near_ties={self.near_ties}",
             tokens,
-            self.value.label,
+            self.value.short_label,
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
