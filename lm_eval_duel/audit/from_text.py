@@ -146,6 +146,11 @@ class FromText:
         `stderr`: the Monte Carlo error of the token perplexity, if it has one and it is known.
         """
         value = printed.get("token_perplexity", math.nan)
+        if value == math.inf:
+            return [
+                f"the token perplexity of {self.task} is infinite, since a text has probability 0: audit texts whose "
+                "probability is positive, or without top_k and top_p"
+            ]
         warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most, stderr)
         return [warning] if warning else []
 

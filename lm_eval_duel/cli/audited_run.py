@@ -138,6 +138,9 @@ class Audit:
                 reasons["all its probabilities are 0 in the run"] += 1
         for reason, count in reasons.items():
             missing.append(f"{counted(count, 'window')} ({reason})")
+        impossible = sum(each.log_prob == -math.inf and not each.all_zero for each in self.checked)
+        if impossible:
+            missing.append(f"the sums of {counted(impossible, 'window')} of probability 0 (only their single tokens)")
         return missing
 
 

@@ -98,7 +98,7 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
         LEVEL: lambda pair: (span(pair.interval, "+.4f"), pair.reason),
         "verdict": lambda pair: pair.verdict,
     }
-    about = f"Differences are over the same documents, by a bootstrap over them. {SINGLE}"
+    about = f"Above 0 the first average is higher. Intervals are from a bootstrap over the shared documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
 
 

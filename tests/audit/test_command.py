@@ -56,6 +56,14 @@ def test_options_before_different_texts(folder, tmp_path, capsys):
     assert "document 1, option 1, window 0" in out
 
 
+def test_a_text_of_probability_0_is_compared_by_its_tokens_alone(folder, texts, capsys):
+    audit.main(command(folder, texts, "--no_own_code", args="rule=greedy,block=4,top_k=9"))
+
+    out = capsys.readouterr().out
+    assert re.search(r"Not compared: .*the sums of \d+ windows? of probability 0", out)
+    assert "WARNING: the token perplexity of duel_text is infinite" in out
+
+
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
     log_prob = predictions.Predictions.log_prob
     monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
