@@ -39,18 +39,21 @@ def load(
 ) -> list[Task]:
     """Tasks with their data and the requests of their first `limit` documents; a group stands for its tasks.
 
-    A file, a folder or a pattern of texts is the task `duel_text`. `include_path`: a folder of the user's task files.
-    Raises DuelError for an unknown name, and for a task that generates text.
+    Files, folders and patterns of texts are together the task `duel_text`, as in `run`. `include_path`: a folder of the
+    user's task files. Raises DuelError for an unknown name, and for a task that generates text.
     """
     for name in names:
         check(name)
-    calls: list[tuple[list[str], dict[str, Any]]] = []  # tasks with one set of metadata
+    texts = []
     others = []
     for name in names:
         if is_text(name):
-            calls.append((["duel_text"], {**metadata, "files": name}))
+            texts.append(name)
         else:
             others.append(name)
+    calls: list[tuple[list[str], dict[str, Any]]] = []  # tasks with one set of metadata
+    if texts:
+        calls.append((["duel_text"], {**metadata, "files": texts}))
     if others:
         calls.append((others, metadata))
 

@@ -347,6 +347,15 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypat
         named.load(["sotus"], metadata)
 
 
+def test_files_of_text_are_one_task_together(folder, tmp_path, monkeypatch):
+    """As in `run`, so that `audit` and `inspect` have its documents and its totals."""
+    ours_only = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(TaskManager, "__init__", ours_only)  # lm-eval's own tasks take seconds to index
+    files = [write(tmp_path, "first.txt", "a b c d"), write(tmp_path, "second.txt", "e")]
+    [task] = named.load(files, {"tokenizer": folder})
+    assert [request.args[-1] for request in task.instances] == ["a b c d", "e"]
+
+
 def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monkeypatch):
     ours_only = functools.partialmethod(TaskManager.__init__, include_defaults=False)
     monkeypatch.setattr(TaskManager, "__init__", ours_only)  # lm-eval's own tasks take seconds to index
