@@ -40,7 +40,7 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
     "rule=greedy,block=4,cache=dual": [],
     "rule=greedy,block=4,cache=prefix,cfg_scale=0.5": [],
     "rule=greedy,block=4,temperature=0.7,top_k=30,top_p=0.9999": [],
-    "rule=greedy,block=4,top_k=9": [],  # its log-probability is -infinity
+    "rule=greedy,block=4,top_k=9": [],
     "rule=greedy,block=4,exclude_ids=30+31": [],
     "estimator=two_phase,rule=greedy,block=2,sample=0.5": ["draws"],
     "estimator=elbo,elbo_block=4,mc_samples=16": ["draws", "the mean over all orders of 1 window"],
@@ -53,7 +53,12 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
 }
 
 
-NOT_COMPARED = {"rule=random,block=4": "how the rule decides (both sides run its own code, in 1 window)"}
+IMPOSSIBLE = "the sums of 1 window of probability 0 (only their single tokens)"
+NOT_COMPARED = {
+    "rule=random,block=4": "how the rule decides (both sides run its own code, in 1 window)",
+    "rule=greedy,block=4,temperature=0.7,top_k=30,top_p=0.9999": IMPOSSIBLE,
+    "rule=greedy,block=4,top_k=9": IMPOSSIBLE,
+}
 
 
 PLAIN_RUNS = [  # a rule, two kinds of draws
