@@ -10,10 +10,11 @@ import pytest
 from golden import nudged
 
 from lm_eval_duel import TextScore, Window, fingerprint
-from lm_eval_duel.cli.report import main
+from lm_eval_duel.cli.report import main, parse
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.results.report import collect
 from lm_eval_duel.results.runs import SCHEMA
 
 COUNT = itertools.count()
@@ -27,6 +28,17 @@ def documents(nats, tokens, texts=None):
     """Documents as (text, nats, tokens); words are half of a text's bytes."""
     texts = texts or [f"text {n}" for n in range(len(nats))]
     return list(zip(texts, map(float, nats), map(int, tokens), strict=True))
+
+
+def three_documents(*tasks, shift=0.0):
+    """Each task with the same three documents, whose log-probabilities are lower by `shift`."""
+    nats = [-60 - shift, -150 - shift, -90 - shift]
+    return {task: documents(nats, (20, 40, 30)) for task in tasks}
+
+
+def board(folder, *words):
+    """The content of a report with a page on the results in a folder."""
+    return collect(parse([str(folder), "--page", "--out", "unused", "--as_published", *words]))
 
 
 def _units(text, tokens):

@@ -5,11 +5,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from results import documents, hf, ours, per_token, put
+from results import board, hf, ours, per_token, put, three_documents
 from results import report as run
 
 from lm_eval_duel import demo
-from lm_eval_duel.cli.report import parse
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
@@ -25,17 +24,6 @@ from lm_eval_duel.results import (
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.doubts import doubts
 from lm_eval_duel.results.table import Table
-
-TOKENS = (20, 40, 30)
-
-
-def docs(*tasks, shift=0.0):
-    nats = [-60 - shift, -150 - shift, -90 - shift]
-    return {task: documents(nats, TOKENS) for task in tasks}
-
-
-def board(folder, *words):
-    return reports.collect(parse([str(folder), "--page", "--out", "unused", "--as_published", *words]))
 
 
 def rows_of(folder):
@@ -159,7 +147,7 @@ def test_the_levels_of_rules_are_of_their_own_block(tmp_path, first):
 
 @pytest.mark.parametrize(("dtype", "noted"), [("float32", 0), ("float64", 0), ("bfloat16", 1), ("float16", 1)])
 def test_low_precision_is_noted(tmp_path, dtype, noted):
-    ours(tmp_path, docs=docs("sotu"), spec={"dtype": dtype})
+    ours(tmp_path, docs=three_documents("sotu"), spec={"dtype": dtype})
 
     notes = board(tmp_path).tasks["sotu"].notes
 
@@ -168,16 +156,16 @@ def test_low_precision_is_noted(tmp_path, dtype, noted):
 
 def test_the_note_on_windows_has_all_of_a_model(tmp_path):
     for capacity in (200, 300):
-        ours(tmp_path, docs=docs("sotu"), duel={"row_capacity": capacity}, rule=f"greedy:k={capacity}")
+        ours(tmp_path, docs=three_documents("sotu"), duel={"row_capacity": capacity}, rule=f"greedy:k={capacity}")
     [note] = [note for note in board(tmp_path).tasks["sotu"].notes if note.startswith("windows")]
     assert "200 target positions and harness, 300 target positions" in note
 
 
 @pytest.mark.parametrize("metric", ["token_perplexity", "word_perplexity", "byte_perplexity"])
 def test_gap_closed_in_another_unit_than_the_papers_says_so(tmp_path, metric):
-    hf(tmp_path, docs=docs("sotu"))
-    ours(tmp_path, docs=docs("sotu", shift=30), estimator="elbo")
-    ours(tmp_path, docs=docs("sotu", shift=15))
+    hf(tmp_path, docs=three_documents("sotu"))
+    ours(tmp_path, docs=three_documents("sotu", shift=30), estimator="elbo")
+    ours(tmp_path, docs=three_documents("sotu", shift=15))
 
     notes = board(tmp_path, "--metric", metric).tasks["sotu"].notes
 
@@ -201,9 +189,9 @@ def test_gap_closed_in_another_unit_than_the_papers_says_so(tmp_path, metric):
 )
 def test_the_elbo_is_over_what_the_network_was_trained_on(tmp_path, attention, block, is_used):
     shared = {"attention": attention}
-    hf(tmp_path, docs=docs("sotu"))
-    ours(tmp_path, docs=docs("sotu", shift=30), estimator="elbo", spec={"elbo_block": block}, **shared)
-    ours(tmp_path, docs=docs("sotu", shift=15), **shared)
+    hf(tmp_path, docs=three_documents("sotu"))
+    ours(tmp_path, docs=three_documents("sotu", shift=30), estimator="elbo", spec={"elbo_block": block}, **shared)
+    ours(tmp_path, docs=three_documents("sotu", shift=15), **shared)
 
     assert (duel_row(tmp_path).closed.percent is not None) == is_used
 
@@ -212,9 +200,9 @@ def test_the_elbo_is_over_what_the_network_was_trained_on(tmp_path, attention, b
     ("key", "is_convention"), [("max_length", True), ("windows", True), ("dtype", False), ("x", False)]
 )
 def test_published_elbos_may_differ_in_conventions_only(tmp_path, key, is_convention):
-    hf(tmp_path, docs=docs("sotu"))
-    ours(tmp_path, docs=docs("sotu", shift=30), estimator="elbo", spec={key: "2049"})
-    ours(tmp_path, docs=docs("sotu", shift=15))
+    hf(tmp_path, docs=three_documents("sotu"))
+    ours(tmp_path, docs=three_documents("sotu", shift=30), estimator="elbo", spec={key: "2049"})
+    ours(tmp_path, docs=three_documents("sotu", shift=15))
 
     closed = duel_row(tmp_path).closed
 
@@ -246,9 +234,9 @@ def test_the_nearest_spec_is_the_one_with_the_fewest_differences(order):
 @pytest.mark.parametrize(("draws", "is_compared"), [("0", True), ("1", False)])
 def test_the_cost_of_a_cache_is_of_the_same_draws(tmp_path, draws, is_compared):
     spec = {"sample": "0.05", "draw_seed": "0"}
-    ours(tmp_path, docs=docs("sotu"), estimator="two_phase", spec=spec)
+    ours(tmp_path, docs=three_documents("sotu"), estimator="two_phase", spec=spec)
     cached = spec | {"cache": "dual", "draw_seed": draws}
-    ours(tmp_path, docs=docs("sotu", shift=5), estimator="two_phase", spec=cached)
+    ours(tmp_path, docs=three_documents("sotu", shift=5), estimator="two_phase", spec=cached)
 
     [cost] = [compared.cache_cost for compared in rows_of(tmp_path) if compared.cache_cost]
 
@@ -262,8 +250,8 @@ def test_the_cost_of_a_cache_is_of_the_same_draws(tmp_path, draws, is_compared):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_no_interval_is_explained_by_the_row_that_has_no_draws(tmp_path, first):
-    ours(tmp_path, docs=docs("sotu"), rule="greedy:k=1", log=first)
-    ours(tmp_path, docs=docs("sotu", shift=5), rule="margin:k=1", log=not first)
+    ours(tmp_path, docs=three_documents("sotu"), rule="greedy:k=1", log=first)
+    ours(tmp_path, docs=three_documents("sotu", shift=5), rule="margin:k=1", log=not first)
 
     [pair] = board(tmp_path, "--pairs", "all").tasks["sotu"].pairs
 
@@ -277,11 +265,11 @@ def test_no_interval_is_explained_by_the_row_that_has_no_draws(tmp_path, first):
 @pytest.mark.parametrize(("error", "closes"), [(1.0, True), (40.0, False)])
 def test_an_elbo_whose_windows_vary_more_than_its_gap_closes_none(tmp_path, error, closes):
     """Its draws have no error of their own: the spread over windows is a bound of that."""
-    hf(tmp_path, docs=docs("sotu"))
-    file = ours(tmp_path, docs=docs("sotu", shift=9), estimator="elbo", spec={"mc_samples": "16"})
+    hf(tmp_path, docs=three_documents("sotu"))
+    file = ours(tmp_path, docs=three_documents("sotu", shift=9), estimator="elbo", spec={"mc_samples": "16"})
     put(file, "config.duel.tasks.sotu.values.elbo.stderr", None)
     put(file, "config.duel.tasks.sotu.values.elbo.window_stderr", error)
-    ours(tmp_path, docs=docs("sotu", shift=3))
+    ours(tmp_path, docs=three_documents("sotu", shift=3))
 
     closed = duel_row(tmp_path).closed
 
@@ -355,7 +343,7 @@ def test_the_table_of_a_run_has_the_first_metric_and_counts_documents_of_tasks_w
 
 def test_the_table_of_a_run_has_both_errors_of_a_value(tmp_path):
     """That of the draws and that over windows, in the unit of the value; bits per byte have their own."""
-    file = ours(tmp_path, docs=docs("sotu"), estimator="elbo", spec={"mc_samples": "16"})
+    file = ours(tmp_path, docs=three_documents("sotu"), estimator="elbo", spec={"mc_samples": "16"})
     put(file, "config.duel.tasks.sotu.values.elbo", {"log_prob": -300.0, "stderr": 0.9, "window_stderr": 2.7})
 
     text = run_summary.summary(json.loads(file.read_text()))
@@ -376,7 +364,7 @@ def test_the_table_of_a_run_has_both_errors_of_a_value(tmp_path):
 )
 def test_the_table_of_a_run_says_which_error_a_value_has(tmp_path, estimator, stderr, shown):
     """What the error is of, or why it is not known; without a value that is drawn there is no such column."""
-    file = ours(tmp_path, docs=docs("sotu"), estimator=estimator, spec={"mc_samples": "1", "sample": "0.1"})
+    file = ours(tmp_path, docs=three_documents("sotu"), estimator=estimator, spec={"mc_samples": "1", "sample": "0.1"})
     values = {estimator: {"log_prob": -300.0, "stderr": stderr}}
     put(file, "config.duel.tasks.sotu.values", values)
 
@@ -392,9 +380,9 @@ def test_the_table_of_a_run_says_which_error_a_value_has(tmp_path, estimator, st
 def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, tasks):
     """Gap closed, and the remark on intervals of estimates, although the other task has no ELBO."""
     first, second = tasks
-    hf(tmp_path, docs=docs(*tasks))
-    ours(tmp_path, docs=docs(first, shift=30), estimator="elbo", spec={"mc_samples": "16"})
-    ours(tmp_path, docs=docs(*tasks, shift=15))
+    hf(tmp_path, docs=three_documents(*tasks))
+    ours(tmp_path, docs=three_documents(first, shift=30), estimator="elbo", spec={"mc_samples": "16"})
+    ours(tmp_path, docs=three_documents(*tasks, shift=15))
 
     content = board(tmp_path)
     text = reports.markdown(content)
@@ -455,7 +443,7 @@ VERIFIED = {"windows": 8, "differing_windows": 3, "changed_picks": 2, "where": "
     ],
 )
 def test_a_value_in_doubt_is_marked_in_every_table(tmp_path, entries, sentences):
-    file = ours(tmp_path, docs=docs("sotu"))
+    file = ours(tmp_path, docs=three_documents("sotu"))
     for name, entry in entries.items():
         put(file, f"config.duel.{name}", entry)
     content = json.loads(file.read_text())
@@ -482,7 +470,7 @@ def test_a_value_in_doubt_is_marked_in_every_table(tmp_path, entries, sentences)
     ],
 )
 def test_texts_from_another_distribution_are_named_below_the_table(tmp_path, description, changes):
-    file = ours(tmp_path, docs=docs("sotu"))
+    file = ours(tmp_path, docs=three_documents("sotu"))
     put(file, "config.duel.generated", [description])
 
     text = run_summary.summary(json.loads(file.read_text()))

@@ -4,23 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from results import documents, hf, ours, put
+from results import board, hf, ours, put, three_documents
 
-from lm_eval_duel.cli.report import parse
 from lm_eval_duel.results import page, page_columns, run_tables
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.table import Note, split
-
-TOKENS = (20, 40, 30)
-
-
-def docs(*tasks, shift=0.0):
-    nats = [-60 - shift, -150 - shift, -90 - shift]
-    return {task: documents(nats, TOKENS) for task in tasks}
-
-
-def board(folder, *words):
-    return reports.collect(parse([str(folder), "--page", "--out", "unused", "--as_published", *words]))
 
 
 def test_notes_of_the_page_say_for_which_tasks_they_hold():
@@ -50,7 +38,7 @@ def test_notes_of_the_page_say_for_which_tasks_they_hold():
 def test_a_head_of_the_page_says_what_its_values_are_over(tmp_path, size, tokens, averages, below_heads, remarks):
     """How many documents and tokens, if all rows agree; averages of different documents say so one by one."""
     for model, count, of_average in zip("MN", tokens, averages, strict=True):
-        file = ours(tmp_path, docs=docs("sotu"), model=model, size=size)
+        file = ours(tmp_path, docs=three_documents("sotu"), model=model, size=size)
         put(file, "config.duel.tasks.sotu.tokens", count)
         put(file, "config.duel.tasks.sotu.values", {})
         put(file, "config.duel.tasks.sotu.documents", size or 3)
@@ -108,9 +96,9 @@ def test_remarks_of_hidden_columns_have_the_last_numbers():
 @pytest.mark.parametrize("tasks", [("sotu",), ("sotu", "news")])
 def test_columns_of_the_page(tmp_path, tasks):
     """Its columns of bits have the bits; of several tasks most groups are hidden until they are asked for."""
-    hf(tmp_path, docs=docs(*tasks), model="AR")
-    ours(tmp_path, docs=docs(*tasks, shift=30), estimator="elbo", spec={"mc_samples": "16"})
-    file = ours(tmp_path, docs=docs(*tasks, shift=15))
+    hf(tmp_path, docs=three_documents(*tasks), model="AR")
+    ours(tmp_path, docs=three_documents(*tasks, shift=30), estimator="elbo", spec={"mc_samples": "16"})
+    file = ours(tmp_path, docs=three_documents(*tasks, shift=15))
     put(file, "results.choice", {"acc,none": 0.5, "acc_stderr,none": 0.125})
 
     content = board(tmp_path)

@@ -5,18 +5,13 @@ import math
 import re
 
 import pytest
-from results import documents, hf, ours
+from results import documents, hf, ours, three_documents
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import columns, page
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.page_columns import columns_of, with_minus_signs
-
-
-def docs(*tasks, shift=0.0):
-    nats = [-60 - shift, -150 - shift, -90 - shift]
-    return {task: documents(nats, (20, 40, 30)) for task in tasks}
 
 
 def board(folder, *words):
@@ -40,9 +35,9 @@ def differences_of(page_text):
 def test_the_page_has_the_differences_of_the_report(tmp_path, count):
     """Those of every task, in the same order, and what the sign means; many are folded."""
     tasks = ("sotu", "news")
-    hf(tmp_path, docs=docs(*tasks, shift=-9))
+    hf(tmp_path, docs=three_documents(*tasks, shift=-9))
     for n in range(count):
-        ours(tmp_path, docs=docs(*tasks, shift=5 * n), rule=f"greedy:k={n + 1}")
+        ours(tmp_path, docs=three_documents(*tasks, shift=5 * n), rule=f"greedy:k={n + 1}")
     count_of_pairs = math.comb(count + 1, 2)
 
     content = board(tmp_path, "--pairs", "all")
@@ -68,9 +63,9 @@ def test_the_page_has_the_differences_of_the_report(tmp_path, count):
 
 
 def test_the_sign_of_differences_is_explained_below_every_table_of_them(tmp_path):
-    hf(tmp_path, docs=docs("sotu", shift=-9))
-    ours(tmp_path, docs=docs("sotu"))
-    ours(tmp_path, docs=docs("sotu", shift=2), spec={"cache": "dual"})
+    hf(tmp_path, docs=three_documents("sotu", shift=-9))
+    ours(tmp_path, docs=three_documents("sotu"))
+    ours(tmp_path, docs=three_documents("sotu", shift=2), spec={"cache": "dual"})
 
     content = board(tmp_path)
 
@@ -89,8 +84,8 @@ def test_the_sign_of_differences_is_explained_below_every_table_of_them(tmp_path
 
 
 def test_a_baseline_that_is_named_by_its_model_is_an_error_that_names_its_files(tmp_path):
-    file = hf(tmp_path / "in", docs=docs("sotu"), model="org/AR")
-    ours(tmp_path / "in", docs=docs("sotu"))
+    file = hf(tmp_path / "in", docs=three_documents("sotu"), model="org/AR")
+    ours(tmp_path / "in", docs=three_documents("sotu"))
     for name in ("AR", "org/AR"):
         with pytest.raises(DuelError, match=f"--ar {name} .*{re.escape(str(file))}"):
             board(tmp_path / "in", "--ar", name)
@@ -102,8 +97,8 @@ def test_a_baseline_that_is_named_by_its_model_is_an_error_that_names_its_files(
 def test_only_gaps_have_a_table_of_gaps(tmp_path, has_baseline):
     """In LaTeX; report.md also says why there are none."""
     if has_baseline:
-        hf(tmp_path / "in", docs=docs("sotu", shift=-9))
-    ours(tmp_path / "in", docs=docs("sotu"))
+        hf(tmp_path / "in", docs=three_documents("sotu", shift=-9))
+    ours(tmp_path / "in", docs=three_documents("sotu"))
     out = tmp_path / "out"
 
     reports.write(board(tmp_path / "in"), str(out))
@@ -115,8 +110,8 @@ def test_only_gaps_have_a_table_of_gaps(tmp_path, has_baseline):
 
 def test_a_rank_that_no_interval_decides_is_marked(tmp_path):
     """Three documents give no verdict, one gives no interval: such a rank does not read like a decided one."""
-    hf(tmp_path, docs=docs("sotu", shift=-9))
-    ours(tmp_path, docs=docs("sotu"))
+    hf(tmp_path, docs=three_documents("sotu", shift=-9))
+    ours(tmp_path, docs=three_documents("sotu"))
     assert marks_below_ranks(board(tmp_path)) == ["", "no verdict"]
 
     alone = tmp_path / "alone"
