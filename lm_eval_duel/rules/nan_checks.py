@@ -45,7 +45,8 @@ class NoNaN(TorchDispatchMode):
         self.masked = masked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         operation = func.overloadpacket
         if operation in COMPARISONS:
             for side in args[:2]:
@@ -55,7 +56,7 @@ class NoNaN(TorchDispatchMode):
             index = result if isinstance(result, torch.Tensor) else result[1]
             if func in SORTS:
                 index = index[..., :1]  # the others are behind it
-            if self._takes_nan(args[0], index):
+            if self._is_over_positions(func, args, kwargs) and self._takes_nan(args[0], index):
                 raise DecidedByNaN(f"'{operation.__name__}' puts NaN before any number")
         return result
 
@@ -76,14 +77,19 @@ class NoNaN(TorchDispatchMode):
             return False
         return bool(nan.any())
 
+    def _is_over_positions(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if an operation is over the positions of lanes, (R, W), or of one lane, (W,)."""
+        shape = args[0].shape
+        if shape not in (self.masked.shape, self.masked.shape[1:]):
+            return False
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return given.get("dim", -1) in (-1, len(shape) - 1, None)  # None: the flattened lanes
+
     def _takes_nan(self, given: torch.Tensor, index: torch.Tensor) -> bool:
         """True if `index`, of the largest or smallest over positions, is of a NaN although there is a number."""
-        if given.shape not in (self.masked.shape, self.masked.shape[1:]):
-            return False
         if index.dim() == 0:
             given = given.flatten()
-        if index.shape[: given.dim() - 1] != given.shape[:-1]:  # not over positions
-            return False
         is_number = ~given.isnan().reshape(-1, given.shape[-1])  # (R, W)
         taken = index.reshape(len(is_number), -1)  # (R, K)
         expected = is_number.sum(1).clamp(max=taken.shape[1])  # (R,)

@@ -48,7 +48,8 @@ DECIDED_BY_NUMBERS = {
     "all of them": lambda: confidence.topk(3),
     "the smallest": lambda: confidence.topk(2, largest=False),
     "sorted, NaN last": lambda: (confidence.sort(1), (-confidence).argsort(dim=1, stable=True)),
-    "over lanes": lambda: confidence.argmax(0),
+    "over lanes": lambda: (confidence.argmax(0), confidence.max(dim=0), confidence.topk(1, dim=0)),
+    "sorted over lanes": lambda: confidence.sort(dim=0, descending=True),
     "of another shape": lambda: confidence[:, :, None].expand(2, 3, 4) > 0.2,
     "whole numbers": lambda: MASKED.long().argmax(1),
 }
@@ -59,6 +60,15 @@ DECIDED_BY_NUMBERS = {
 def test_an_operation_that_a_nan_decides(operation, inference):
     with torch.inference_mode(inference), pytest.raises(DecidedByNaN), NoNaN(MASKED):
         DECIDED_BY_NAN[operation]()
+
+
+@pytest.mark.parametrize("over", ["sort", "argsort", "topk", "max"])
+def test_more_lanes_than_positions(over):
+    """An operation over lanes has numbers of lanes, which are no positions."""
+    planes = confidence.repeat(3, 1)  # six lanes of three positions
+    options = {"topk": (5, 0), "max": (0,)}.get(over, (0, True))
+    with NoNaN(MASKED.repeat(3, 1)):
+        getattr(planes, over)(*options)
 
 
 @pytest.mark.parametrize("operation", DECIDED_BY_NUMBERS)
