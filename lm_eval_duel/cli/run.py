@@ -219,14 +219,10 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _take_texts(args: argparse.Namespace) -> None:
     """Replace files of text among the tasks by the task `duel_text`, which reads them."""
-    texts = []
-    others = []
-    for name in named.split(args.tasks or ""):
+    names = named.split(args.tasks or "")
+    for name in names:
         named.check(name)
-        if named.is_text(name):
-            texts.append(name)
-        else:
-            others.append(name)
+    texts, others = named.parted(names)
     if not texts:
         if args.tasks:
             args.tasks = ",".join(others)

@@ -44,13 +44,7 @@ def load(
     """
     for name in names:
         check(name)
-    texts = []
-    others = []
-    for name in names:
-        if is_text(name):
-            texts.append(name)
-        else:
-            others.append(name)
+    texts, others = parted(names)
     calls: list[tuple[list[str], dict[str, Any]]] = []  # tasks with one set of metadata
     if texts:
         calls.append((["duel_text"], {**metadata, "files": texts}))
@@ -230,6 +224,18 @@ def split(tasks: str | Sequence[str]) -> list[str]:
 def is_yaml(name: str) -> bool:
     """True if `name` is a task's file."""
     return Path(name).suffix in YAML
+
+
+def parted(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The files, folders and patterns of texts among names of tasks, and the other names."""
+    texts = []
+    others = []
+    for name in names:
+        if is_text(name):
+            texts.append(name)
+        else:
+            others.append(name)
+    return texts, others
 
 
 def is_text(name: str) -> bool:
