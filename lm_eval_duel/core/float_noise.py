@@ -72,10 +72,15 @@ def difference(one: torch.Tensor, other: torch.Tensor, size: torch.Tensor | floa
         return 0.0
     one = one.double()
     other = other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
+    same = equal_or_nan(one, other)
     change = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     change = change.masked_fill(same, 0.0) / size
     return float(change.max())
+
+
+def equal_or_nan(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """True where two tensors of one shape are equal, or both NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 def magnitude(values: torch.Tensor, least: float = 1.0) -> torch.Tensor:

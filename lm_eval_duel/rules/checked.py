@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision, UnmaskingRule
-from lm_eval_duel.core.float_noise import FLOOR, choose_by_hash, difference, is_coarse, magnitude
+from lm_eval_duel.core.float_noise import FLOOR, choose_by_hash, difference, equal_or_nan, is_coarse, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule
@@ -129,7 +129,8 @@ class Checked(Around):
         self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
         decision = self._decided(predictions, lanes)
-        if not all(map(_equal, before, _planes(lanes))):
+        # a memory may hold NaN, as statistics do
+        if not all(equal_or_nan(old, new).all() for old, new in zip(before, _planes(lanes), strict=True)):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
         if decision.decision_margin is not None and decision.decision_margin.isnan().any():
             raise DuelError(f"{self._with_place}: its decision_margin is NaN. {ADVICE_ON_NAN}")
@@ -158,10 +159,9 @@ class Checked(Around):
 
     def _ask_with_noise(self, decision: Decision, predictions: Any, lanes: Any) -> None:
         """Count and log it if float noise in the predictions changes the decision of a rule that knows no near ties."""
-        everywhere = lanes.masked.any(1)  # (R,)
         for seed in range(NOISES):
             with_noise = self._decided(predictions.with_noise(seed), lanes)
-            if not _agree(decision, with_noise, everywhere):
+            if not _agree(decision, with_noise, ~decision.near_tie):
                 self.counts.decisions_differing += 1
                 log.warning(
                     "Rule %s decided otherwise when its predictions changed by a millionth: float noise decides, so "
@@ -257,7 +257,10 @@ class Checked(Around):
         if stalled.any():
             lane = int(stalled.nonzero()[0])
             if picks_revealed[lane]:
-                what = "picked a position that is not masked: pick among lanes.masked only"
+                what = (
+                    "picked a position that is not masked: pick among lanes.masked only (statistics are NaN where a "
+                    "position is not masked)"
+                )
             else:
                 what = f"picked nothing: {self._advice_on_nothing(lanes, lane)}"
             raise RuleStalled(f"{self._with_place} {what}.", lane=lane)
@@ -339,7 +342,7 @@ class Checked(Around):
             return in_time
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
         for old, new in zip(before, decision.memory, strict=True):
-            moved_on = (old != new) & ~(old.isnan() & new.isnan())
+            moved_on = ~equal_or_nan(old, new)
             waits |= moved_on.flatten(1).any(1)
         return waits & in_time
 
@@ -359,11 +362,6 @@ def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
     if [plane.shape for plane in first] != [plane.shape for plane in second]:
         return False
     return all(_same_plane(old[lanes], new[lanes]) for old, new in zip(first, second, strict=True))
-
-
-def _equal(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """True if two planes of one shape are equal; a memory may have NaN, as statistics do."""
-    return bool(((old == new) | (old.isnan() & new.isnan())).all())
 
 
 def _same_plane(old: torch.Tensor, new: torch.Tensor) -> bool:
