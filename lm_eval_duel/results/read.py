@@ -28,7 +28,9 @@ from lm_eval_duel.results.runs import (
     Json,
     Run,
     Task,
+    average_name,
     model_label,
+    parts_of_average,
     pretrained_of,
     sums,
 )
@@ -200,10 +202,10 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
     averages = _averages(entries)
     rolling = output_type == "loglikelihood_rolling"
     missing = Note()
-    scored: dict[str, dict[str, float]] = {}
+    document_scores: dict[str, dict[str, float]] = {}
     if documents is None:
         records = samples(file, name)
-        scored = _scores(records or [], averages, rolling)
+        document_scores = _document_scores(records or [], averages, rolling)
         if metrics and records is None:
             missing = Note(f"no samples of {name}", "run lm_eval with --log_samples")
         elif metrics:
@@ -216,7 +218,7 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
         available=None if available is None else schema.count(available),
         metrics=metrics,
         scores=averages,
-        scored=scored,
+        document_scores=document_scores,
         documents=documents,
         missing=missing,
     )
@@ -272,8 +274,7 @@ def _averages(entries: Json) -> dict[str, tuple[float, float | None]]:
             continue
         error = entries.get(f"{metric}_stderr,{filtered}")
         is_unknown = error == "N/A" or error != error  # NaN, for the mean of one document
-        shown = metric if filtered == "none" else f"{metric} ({filtered})"
-        averages[shown] = float(value), None if is_unknown else schema.number(error)
+        averages[average_name(metric, filtered)] = float(value), None if is_unknown else schema.number(error)
     return averages
 
 
@@ -410,21 +411,25 @@ def _keyed(records: Sequence[Mapping[str, Any]], rolling: bool) -> dict[str, tup
     return dict(sorted(keyed.items()))
 
 
-def _scores(
+def _document_scores(
     records: Sequence[Mapping[str, Any]], averages: Mapping[str, tuple[float, float | None]], rolling: bool
 ) -> dict[str, dict[str, float]]:
     """The score of each document, by the average that is their mean; other averages are left out."""
-    scored = {}
+    of_filters: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        of_filters.setdefault(record.get("filter", "none"), []).append(record)
+    keyed = {filtered: _keyed(of_filter, rolling) for filtered, of_filter in of_filters.items()}
+
+    document_scores = {}
     for average, (value, _) in averages.items():
-        metric, _, filtered = average.removesuffix(")").partition(" (")
-        of_filter = [record for record in records if record.get("filter", "none") == (filtered or "none")]
+        metric, filtered = parts_of_average(average)
         scores = {}
-        for key, (_, record) in _keyed(of_filter, rolling).items():
+        for key, (_, record) in keyed.get(filtered, {}).items():
             if type(record.get(metric)) in (bool, int, float):
                 scores[key] = float(record[metric])
         if scores and math.isclose(math.fsum(scores.values()) / len(scores), value, abs_tol=1e-9):
-            scored[average] = scores
-    return scored
+            document_scores[average] = scores
+    return document_scores
 
 
 def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:

@@ -137,7 +137,7 @@ class Task:
     entry: dict[str, Any]  # its entry in config.duel.tasks
     metrics: dict[str, float]  # perplexities, each of the first filter that has it
     scores: dict[str, tuple[float, float | None]]  # other averages, with their standard errors
-    scored: dict[str, dict[str, float]]  # of those that are the mean over documents: the score of each
+    document_scores: dict[str, dict[str, float]]  # the score of each document, of averages that are the mean of these
     documents: Documents | None
     missing: Note
     available: int | None = None  # documents without --limit
@@ -331,6 +331,17 @@ class Run:
 def is_limited(size: int | None, available: int | None) -> bool:
     """True if --limit left out some of the available documents."""
     return size is not None and available is not None and size < available
+
+
+def average_name(metric: str, filtered: str) -> str:
+    """The name of an average: its metric, and the harness's filter of answers unless that is `none`."""
+    return metric if filtered == "none" else f"{metric} ({filtered})"
+
+
+def parts_of_average(name: str) -> tuple[str, str]:
+    """The metric and the filter of an average, from its name."""
+    metric, _, filtered = name.removesuffix(")").partition(" (")
+    return metric, filtered or "none"
 
 
 def documents_scored(size: int | None, available: int | None) -> str:

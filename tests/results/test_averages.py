@@ -111,6 +111,21 @@ def test_samples_whose_mean_is_not_the_average_are_left_out(tmp_path):
     assert pair["interval"] is None
 
 
+def test_each_filter_of_answers_has_scores_of_its_own(tmp_path):
+    """The harness writes each document once for every filter."""
+    for scores, rule in ((BETTER, "greedy"), (WORSE, "margin")):
+        file = result(tmp_path / "results", scores, rule)
+        opposite = [1 - score for score in scores]
+        put(file, ["results", TASK, "acc,strict"], statistics.mean(opposite))
+        samples = next(file.parent.glob(f"samples_{TASK}_{file.stem.removeprefix('results_')}*"))
+        lines = [samples.read_text()]
+        for n, score in enumerate(opposite):
+            lines.append(json.dumps({"doc_id": n, "doc_hash": f"text {n}", "filter": "strict", "acc": score}))
+        samples.write_text("\n".join(lines))
+    verdicts = {pair["metric"]: pair["verdict"] for pair in pairs(tmp_path)}
+    assert verdicts == {"acc": "greedy is better", "acc (strict)": "margin is better"}
+
+
 def test_of_many_runs_each_is_compared_with_the_first(tmp_path):
     rules = ("left_to_right", "right_to_left", "greedy", "margin", "entropy", "random")
     for rule in rules:
