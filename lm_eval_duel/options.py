@@ -45,8 +45,9 @@ def _batch_size(value: Any) -> int | str:
     return "auto" if str(value).split(":")[0] == "auto" else COUNT.convert(value)
 
 
-def _preset(name: str) -> str:
+def _preset(value: Any) -> str:
     """The name of a preset; raises DuelError for any other, and says of a rule's how rules are given."""
+    name = str(value)
     if name in rules.RULES or name in rules.ALIASES:
         raise DuelError(f"'{name}' is a rule, not a preset: write rule={name}.")
     return presets.find(name).name
@@ -64,7 +65,7 @@ class Options(NetworkArguments):
     )
     tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
     preset: str | None = argument(
-        ArgumentType("the name of a preset", lambda value: _preset(str(value))),
+        ArgumentType("the name of a preset", _preset),
         None,
         "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its authors' code",
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.audit.checked import distance
+from lm_eval_duel.console.command_line import REASONS
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.core.windows import Window
@@ -148,8 +149,8 @@ class FromText:
         value = printed.get("token_perplexity", math.nan)
         if value == math.inf:
             return [
-                f"the token perplexity of {self.task} is infinite, since a text has probability 0: audit texts whose "
-                "probability is positive, or without top_k and top_p"
+                f"the token perplexity of {self.task} is {REASONS[math.inf]}. Audit texts whose probability is "
+                "positive, or leave out top_k and top_p"
             ]
         warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most, stderr)
         return [warning] if warning else []

@@ -90,11 +90,11 @@ def _check_arguments(config: EvaluatorConfig) -> None:
             f"{cache}. Add a name to it: {Path(cache, 'cache')}."
         )
     if cache is not None:
-        begins, is_file, _ = cache.rpartition("_rank")
-        if is_file and Path(cache).is_file():
+        beginning, rank, _ = cache.rpartition("_rank")  # of the name that _require_writable makes
+        if rank and Path(cache).is_file():
             raise UsageError(
                 f"--use_cache is the beginning of a file's name, to which _rank0.db is added; got the file {cache} "
-                f"itself. To go on with its answers: --use_cache {begins}"
+                f"itself. To go on with its answers: --use_cache {beginning}"
             )
         _require_writable(Path(cache))
     if config.output_path:
