@@ -19,21 +19,30 @@ LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")  # of Markdown
 WIDTH = 100  # characters
 
 
-def shows(keywords: Iterable[inspect.Parameter], description: str = "") -> Callable[[Made], Made]:
+def shows(
+    keywords: Iterable[inspect.Parameter],
+    description: str = "",
+    required: Collection[str] = (),
+) -> Callable[[Made], Made]:
     """A decorator of functions that pass on `**arguments`: their signature has `keywords`, too.
 
-    `description`: follows the docstring.
+    `description`: follows the docstring. `required`: parameters that are shown without their default, which the
+    function refuses with an error of its own.
     """
 
     def decorate(function: Made) -> Made:
         *named, rest = inspect.signature(function).parameters.values()
         taken = {parameter.name for parameter in named}
         shown = []
+        for parameter in named:
+            if parameter.name in required:
+                parameter = parameter.replace(default=inspect.Parameter.empty)
+            shown.append(parameter)
         for keyword in keywords:
             if keyword.name not in taken:
                 shown.append(keyword.replace(kind=inspect.Parameter.KEYWORD_ONLY))
                 taken.add(keyword.name)
-        function.__signature__ = inspect.Signature([*named, *shown, rest])  # type: ignore[attr-defined]
+        function.__signature__ = inspect.Signature([*shown, rest])  # type: ignore[attr-defined]
         describe(function, description)
         return function
 

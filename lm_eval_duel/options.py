@@ -304,7 +304,7 @@ def require_commas(arguments: Mapping[str, Any]) -> None:
     names = {*MODEL_ARGUMENTS, *registry.arguments(), *rules.PARAMETERS}
     for key, value in arguments.items():
         written = f"{key}={value}"
-        behind = re.search(r"\s+(\w+)=", written) if isinstance(value, str) else None
+        behind = re.search(r"(?<![\s,])\s+(\w+)=", written) if isinstance(value, str) else None
         if behind and behind[1] in names:
             separated = re.sub(r"\s+(?=\w+=)", ",", written).strip(",")
             raise DuelError(f"Model args are separated by commas, without spaces: {separated}; got '{written}'.")

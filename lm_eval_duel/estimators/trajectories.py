@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import declared
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Ids, Window, target_parts
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay
@@ -115,7 +116,7 @@ def follow(
     """Follow recorded trajectories, and compare each with the rule of `duel` or with a sampler; see `Duel.follow`."""
     candidates_rule = None
     if sampler is not None:
-        candidates_rule = BestCandidates.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
+        candidates_rule = BestCandidates.from_arguments(duel.denoiser, _sampler_arguments(sampler))
     orders = []
     for n, order in enumerate(duel.orders(windows, steps)):
         orders.append(in_blocks(order, windows[n], duel, n))
@@ -144,6 +145,16 @@ def follow(
             rules.repeat_last(rule.rule)
         duel.row_checks.compare(duel.counts)
     return trajectories
+
+
+def _sampler_arguments(sampler: Any) -> ConfidenceArguments:
+    """The arguments of the sampler that `Duel.follow` is given; raises DuelError unless all are its own."""
+    if not isinstance(sampler, Mapping):
+        raise DuelError(
+            f'sampler must be a dict of arguments of estimator=sampled_confidence, such as {{"n": 1}}; got {sampler!r}.'
+        )
+    require_known("argument", sampler, declared(ConfidenceArguments), "of estimator=sampled_confidence")
+    return ConfidenceArguments(**sampler)
 
 
 def in_blocks(

@@ -211,7 +211,7 @@ class OnIds:
         """Like `sample`, but yield (index, sample) of each context as it is finished, in any order."""
         if isinstance(contexts, str):
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
-        LENGTH("length", length)
+        length = LENGTH("length", length)
         befores: list[Ids] = []
         afters: list[Ids] = []
         given_suffixes = one_each(contexts, suffixes, "suffixes", ())

@@ -25,9 +25,9 @@ from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.keywords import passed_on, shows
 from lm_eval_duel.library.duel import Block, Duel
-from lm_eval_duel.library.ids import network_listing
+from lm_eval_duel.library.ids import network_listing, require_rule
 from lm_eval_duel.options import MODEL_ARGUMENTS
-from lm_eval_duel.rules import parse
+from lm_eval_duel.rules import Rule, parse, with_colons
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,13 +62,17 @@ UNLABELLED = (
 )
 
 
-@shows(passed_on(Duel.from_model, without=NOT_ARGUMENTS), network_listing(IN_MEMORY_ARGUMENTS))
+@shows(
+    passed_on(Duel.from_model, without=NOT_ARGUMENTS),
+    network_listing(IN_MEMORY_ARGUMENTS),
+    required=("model", "tokenizer", "texts"),
+)
 def training_metrics(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    model: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    texts: Sequence[str] = (),
     *,
-    rules: Sequence[str] = ("greedy",),
+    rules: Sequence[str | Rule] = ("greedy",),
     block: Block = "auto",
     sample: float | None = None,
     token_budget: int | None = None,
@@ -91,7 +95,7 @@ def training_metrics(
     Args:
         model, tokenizer, block, arguments: As in `Duel.from_model`.
         texts: Held-out texts, the same at each call.
-        rules: Rules, such as "greedy:k=2".
+        rules: Rules, such as "greedy:k=2", or instances of `Rule`.
         sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; the names
             are then "greedy,two_phase".
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
@@ -103,6 +107,7 @@ def training_metrics(
     """
     _check_network_and_tokenizer(model, tokenizer)
     qualifiers = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
+    budget = COUNT("token_budget", token_budget)
     rank = 0
     world = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -113,8 +118,8 @@ def training_metrics(
         """The scores of this rank's share of the texts, for each rule."""
         duels = _duels(model, tokenizer, rules, block, arguments)
         chosen = texts
-        if token_budget is not None:
-            chosen = texts[: _fitting(duels, texts, sample, token_budget)]
+        if budget is not None:
+            chosen = texts[: _fitting(duels, texts, sample, budget)]
         numbers = range(rank, len(chosen), world)
         return [_scored(duel, chosen, numbers, sample) for duel in duels]
 
@@ -187,7 +192,9 @@ def check_arguments(
     if not any(texts):
         raise DuelError(f"{caller} got empty texts only, which have no bits per byte; pass texts with characters.")
     for rule in rules:
-        parse(rule)
+        require_rule(rule)
+        if isinstance(rule, str):
+            parse(rule)
     names = {
         *inspect.signature(training_metrics).parameters,
         *inspect.signature(Duel.from_model).parameters,
@@ -232,15 +239,20 @@ def check_arguments(
 
 def _require_list(caller: str, what: str, values: Any) -> None:
     """Raise DuelError unless the texts or rules are a list, or something like one, that is not empty."""
+    advice = ""
     if isinstance(values, str):
         came = f"the text {values!r}"
+        wanted = [values]
+        if what == "rules":
+            wanted = [part.strip() for part in with_colons(values).split(",")]
+        advice = f" Write {what}={wanted!r}."
     elif not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
         came = f"a {type(values).__name__}"
     elif not len(values):
         came = "none"
     else:
         return
-    raise DuelError(f"{caller} takes a list of {what}, with at least one; got {came}.")
+    raise DuelError(f"{caller} takes a list of {what}, with at least one; got {came}.{advice}")
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
@@ -311,18 +323,18 @@ class DuelCallback:
             that is refused, ends the training.
     """
 
-    @shows(passed_on(training_metrics))
+    @shows(passed_on(training_metrics), required=("trainer", "texts"))
     def __init__(
         self,
-        trainer: Any,
-        texts: Sequence[str],
+        trainer: Any = None,
+        texts: Sequence[str] = (),
         *,
         every: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Any,
     ):
         _require_trainer(trainer)
-        COUNT("every", every)
+        every = COUNT("every", every)
         check_arguments(texts, caller="DuelCallback", keywords=("every", "tokenizer"), **arguments)
         strategy = trainer.args.eval_strategy  # an enum of transformers, or its text
         evaluates = str(getattr(strategy, "value", strategy)) != "no"
@@ -377,8 +389,8 @@ class DuelCallback:
 
 def _duels(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rules: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    rules: Sequence[str | Rule],
     block: Block,
     arguments: dict[str, Any],
 ) -> list[Duel]:

@@ -8,6 +8,7 @@ lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from lm_eval_duel.arguments import MISSING, Argument, declared, unique_keys
@@ -61,6 +62,7 @@ __all__ = [
     "replaced",
     "split",
     "with_checks",
+    "with_colons",
 ]
 
 RULES: dict[str, type[Rule]] = {
@@ -100,6 +102,8 @@ ALIASES = {
     "eb": "entropy_bound",
 }
 
+COMMAS = re.compile(r" *, *(?=[A-Za-z_]\w* *=)")  # before parameters, as among model args
+
 # Parameters that go with every rule, as they are rules around it; from the outermost.
 WRAPPERS: dict[str, type[SeedFirst] | type[SubBlock]] = {
     SeedFirst.parameter: SeedFirst,
@@ -132,9 +136,20 @@ def read(text: str) -> tuple[str, dict[str, str]]:
         return name, unique_keys(parameters)
 
 
+def with_colons(text: str) -> str:
+    """The text of a rule with a colon in place of each comma before a parameter; a path may have commas."""
+    return text if "/" in text else COMMAS.sub(":", text)
+
+
 def split(text: str) -> list[str]:
-    """A rule's text as its name (`module:Name` kept together) and its `param=value` parts."""
-    name, *rest = str(text).split(":")
+    """A rule's text as its name (`module:Name` kept together) and its `param=value` parts.
+
+    Raises DuelError for a comma before a parameter.
+    """
+    text = str(text)
+    if with_colons(text) != text:
+        raise DuelError(f"Rule '{text}' has a comma before a parameter; write {with_colons(text)}.")
+    name, *rest = text.split(":")
     if rest and "=" not in rest[0] and name not in RULES and name not in ALIASES:
         name = f"{name}:{rest.pop(0)}"
     return [name, *rest]

@@ -58,6 +58,14 @@ def test_own_samples_follow_the_rule(kind, rule):
         assert not path.differences
 
 
+@pytest.mark.parametrize(
+    ("sampler", "named"), [({"m": 1}, "'m'"), ({1: 1}, "'1'"), ("n=1", "dict.*'n=1'"), (1, "dict")]
+)
+def test_a_sampler_is_a_dict_of_its_arguments(sampler, named):
+    with pytest.raises(DuelError, match=f"{named}"):
+        Duel(Toy(length=8), "left_to_right", 4).follow(TEXTS[:1], [(0, 1, 2)], sampler)
+
+
 def test_steps_are_numbered_in_any_way_and_blocks_must_fit():
     duel = Duel(Toy(length=8), "left_to_right", block=2)
     windows = [Window((), (0, 1, 2, 0))]

@@ -134,6 +134,12 @@ def test_the_length_of_a_sample_is_a_positive_whole_number(length):
         Duel(Toy(), block=4).sample([()], length)
 
 
+def test_a_whole_number_may_be_a_text():
+    duel = Duel(Toy(), block=4)
+    [sample] = duel.sample([()], "3")
+    assert len(sample.tokens) == 3
+
+
 def test_every_arg_of_the_harness_is_refused_by_its_name():
     for name in HARNESS_ARGS:
         with pytest.raises(DuelError, match=f"^'{name}'"):

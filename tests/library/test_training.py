@@ -15,6 +15,7 @@ from simulated_ranks import use_rank
 
 from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
 from lm_eval_duel.library import training
+from lm_eval_duel.rules.scores import Greedy
 
 pytestmark = pytest.mark.usefixtures("one_load")
 VALUE = "duel/greedy,block=3/bits_per_byte"
@@ -190,11 +191,14 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"bolck": 4}, "'bolck'.*block"),
         ({"rules": "greedy"}, "'greedy'"),
         ({"rules": []}, "rules.* none"),
+        ({"rules": "greedy, threshold,mu=0.9"}, r"rules=\['greedy', 'threshold:mu=0.9'\]"),
+        ({"rules": ["threshold,mu=0.9"]}, "threshold:mu=0.9"),
+        ({"rules": [3]}, "^rule must be"),
         ({"sample": 2.0}, "'sample' .*got .2"),
         ({"sample": 0.5, "cache": "dual"}, "sample=0.5 .*cache=dual"),
         ({"cache": "duel"}, "'duel'.*dual"),
         ({"block": 0}, "'block' .* got '0'"),
-        ({"texts": "of the"}, "'of the'"),
+        ({"texts": "of the"}, r"texts=\['of the'\]"),
         ({"texts": []}, "texts.* none"),
         ({"texts": ["", ""]}, "empty texts only"),
         ({"token_budget": math.nan}, "token_budget.*nan"),
@@ -214,12 +218,14 @@ def test_what_the_callback_refuses(model, tmp_path):
     ):
         with pytest.raises(DuelError, match=named):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
+    with pytest.raises(DuelError, match=r"texts.* none"):
+        DuelCallback(run)
     run.processing_class = None
     with pytest.raises(DuelError, match="tokenizer="):
         DuelCallback(run, TEXTS, every=2)
 
 
-@pytest.mark.parametrize("given", [(None, TEXTS), ("model", TEXTS), (object, TEXTS), (TEXTS, "model")])
+@pytest.mark.parametrize("given", [(), (TEXTS,), (None, TEXTS), ("model", TEXTS), (object, TEXTS), (TEXTS, "model")])
 def test_a_callback_without_a_trainer_names_the_call_for_other_loops(given, model):
     arguments = [model if each == "model" else each for each in given]
     with pytest.raises(DuelError, match=r"add_callback\(DuelCallback\(trainer.*Lightning.*training_metrics\("):
@@ -240,8 +246,16 @@ def test_tokens_are_planned_of_a_duel(model):
 def test_a_network_without_its_tokenizer(model):
     with pytest.raises(DuelError, match=r"tokenizer.* None"):
         training_metrics(model, None, TEXTS, block=3)
+    with pytest.raises(DuelError, match=r"tokenizer.* second argument; got a list"):
+        training_metrics(model, TEXTS)
     with pytest.raises(DuelError, match="network first"):
         training_metrics(tiny.tokenizer(), model, TEXTS, block=3)
+
+
+def test_a_rule_may_be_an_instance_and_a_number_a_text(model):
+    by_name = training_metrics(model, tiny.tokenizer(), TEXTS, rules=["greedy:k=2"], block=3)
+    by_instance = training_metrics(model, tiny.tokenizer(), TEXTS, rules=[Greedy(2)], block=3, token_budget="1e6")
+    assert by_instance == pytest.approx(by_name)
 
 
 def test_a_causal_network_is_to_be_saved(model):

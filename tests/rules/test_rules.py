@@ -60,6 +60,23 @@ def test_rules_of_one_family_differ_in_one_number():
     assert len(different) == len(ALL)
 
 
+@pytest.mark.parametrize("text", ["threshold,mu=0.9", "klass:mu=0.9, nu=0.1", "greedy,k=2:seed_first=true"])
+def test_a_comma_before_a_parameter_is_answered_with_the_right_text(text):
+    right = re.sub(", *", ":", text)
+    for read in (rules.parse, lambda text: Duel.from_pretrained("no such checkpoint", rule=text)):
+        with pytest.raises(DuelError, match=f"write {right}"):
+            read(text)
+    rules.parse(right)
+
+
+def test_a_path_may_have_commas(tmp_path):
+    folder = tmp_path / "lr=0.1,seed=3"
+    folder.mkdir()
+    file = folder / "rule_in_a_folder.py"
+    file.write_text(Path(custom_rules.__file__).read_text())
+    assert rules.parse(f"{file}:Stalls:mu=0.2").mu == 0.2
+
+
 @dataclasses.dataclass(frozen=True)
 class Wide(rules.RULES["greedy"]):
     """A rule of one's own that stands on a built-in one, with fields of several types."""
