@@ -25,7 +25,7 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import MODEL, Run
 from lm_eval_duel.results.standings import RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import Note, csv_text
-from lm_eval_duel.rules import RULES
+from lm_eval_duel.rules import RULES, is_rule
 
 LISTING = "report.json"  # names the files of a report
 FORMAT = "lm_eval_duel report"  # by which it is known
@@ -391,8 +391,8 @@ def _rules_of_users(run: Run) -> Iterator[str]:
     for task in run.every_task.values():
         followed |= dict.fromkeys(task.entry.get("values", {}))  # those of a lattice, among its estimators
     for rule in followed:
-        name, colon, _ = rule.partition(":")
-        if colon and name not in RULES:
+        name, _, _ = rule.partition(":")
+        if is_rule(rule) and name not in RULES:
             yield rule
 
 

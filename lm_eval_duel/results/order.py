@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.rows import SAME, Row, plain_row
 from lm_eval_duel.results.runs import NO_CACHE, Run
-from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, arguments, differing_keys
+from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, differing_keys, entries_for_names
 from lm_eval_duel.rules import sort_key
 
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
@@ -128,7 +128,7 @@ def _disambiguated(rows: Sequence[Row]) -> list[Row]:
         return list(rows)
     variant_keys = tuple(unnamed) or ("version",)
     result = []
-    for row, entries in zip(rows, arguments(specs, variant_keys), strict=True):
+    for row, entries in zip(rows, entries_for_names(specs, variant_keys), strict=True):
         variant = ", ".join(entries)
         result.append(dataclasses.replace(row, variant=variant, variant_keys=variant_keys))
     return result

@@ -23,8 +23,8 @@ from lm_eval_duel.results.spec_entries import (
     LABEL_KEYS,
     NON_IDENTITY_KEYS,
     SAMPLING,
-    arguments,
     differing_keys,
+    entries_for_names,
 )
 from lm_eval_duel.results.table import Note, number, percent
 from lm_eval_duel.rules import RULES, is_rule, without_defaults
@@ -278,7 +278,7 @@ def names(rows: Sequence[Row]) -> list[str]:
         keys = [key for key in keys if key in SAMPLING]
 
     shortest = []
-    for row, label, entries in zip(rows, labels, arguments(specs, keys), strict=True):
+    for row, label, entries in zip(rows, labels, entries_for_names(specs, keys), strict=True):
         name = []
         for part in parts:
             if label[part]:

@@ -28,18 +28,18 @@ def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -
     return differing
 
 
-def arguments(specs: Sequence[Mapping[str, str]], keys: Iterable[str]) -> list[list[str]]:
+def entries_for_names(specs: Sequence[Mapping[str, str]], keys: Iterable[str]) -> list[list[str]]:
     """For each spec, its entries of these keys as names hold them."""
     of_specs: list[list[str]] = [[] for _ in specs]
     for key in keys:
-        for of_spec, text in zip(of_specs, _arguments(specs, key), strict=True):
+        for of_spec, text in zip(of_specs, _texts_of_key(specs, key), strict=True):
             of_spec.append(text)
     return of_specs
 
 
-def _arguments(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
+def _texts_of_key(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
     """One entry of each spec. Special tokens are shortened to the model arg `bos` if it tells the specs apart."""
-    whole = [_argument(spec, key) for spec in specs]
+    whole = [_as_text(spec, key) for spec in specs]
     if key != SPECIAL_TOKENS:
         return whole
     shorter = []  # `bos` decides on the special tokens of a network and its tokenizer
@@ -49,7 +49,7 @@ def _arguments(specs: Sequence[Mapping[str, str]], key: str) -> list[str]:
     return shorter if len(set(shorter)) == len(set(whole)) else whole
 
 
-def _argument(spec: Mapping[str, str], key: str) -> str:
+def _as_text(spec: Mapping[str, str], key: str) -> str:
     """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
     if key == "warpers":
         return spec.get(key, "no warpers")

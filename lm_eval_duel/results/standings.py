@@ -14,7 +14,7 @@ from lm_eval_duel.results.order import identity
 from lm_eval_duel.results.ranks import compete, may_rank
 from lm_eval_duel.results.rows import Row, plain_row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.spec_entries import arguments, differing_keys
+from lm_eval_duel.results.spec_entries import differing_keys, entries_for_names
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
 AR = "AR"
@@ -221,7 +221,7 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
     for group in groups.values():
         specs = [method.named.run.spec for method in group]
         keys = differing_keys(specs, ("estimator", "rule", "cache"))
-        for method, entries in zip(group, arguments(specs, keys), strict=True):
+        for method, entries in zip(group, entries_for_names(specs, keys), strict=True):
             row = method.named
             with_variant = dataclasses.replace(row, variant=joined([row.variant, *entries]))
             renamed[method] = dataclasses.replace(method, named=with_variant)
