@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import order, rows, stats
-from lm_eval_duel.results.compare import MOST_ROWS
-from lm_eval_duel.results.rows import plain_row
+from lm_eval_duel.results import compare, gaps, order, read, rows, stats
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, parts_of_average
 from lm_eval_duel.results.table import Note
 
@@ -21,6 +21,8 @@ NOT_DECODED = "counts whether greedy decoding would produce the text, which this
 FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 
+RowPair: TypeAlias = tuple[Row, Row]
+Scores: TypeAlias = dict[str, dict[str, float]]  # of the documents of a run, by average
 Draws: TypeAlias = dict[str, np.ndarray]  # of a run, by average
 
 
@@ -40,65 +42,129 @@ def remark(run: Run, name: str, metric: str) -> str:
 class AveragePair:
     """An average of two runs of one task: first minus second, over the same documents.
 
-    `interval`: 95 %, by the bootstrap over documents; None with the `reason`. `verdict`: which run is better, or why
-    nobody can say.
+    `interval`: 95 %, by the bootstrap over documents; None with the `reason`. `verdict`: which run is better, or that
+    nobody can say, with the `verdict_reason` if it is not the interval.
     """
 
     names: tuple[str, str]
     metric: str
     difference: float
     interval: tuple[float, float] | None
-    verdict: str
     reason: Note
+    verdict: str
+    verdict_reason: Note
 
 
-def pairs(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> list[AveragePair]:
-    """The paired differences of the averages of a task. Of more than five runs, each is compared with the first."""
-    in_order = order.runs_in_order([run for run in runs if run.scores(name)], name, baselines)
-    if len(in_order) <= MOST_ROWS:
-        chosen = list(itertools.combinations(in_order, 2))
-    else:
-        chosen = [(run, in_order[0]) for run in in_order[1:]]
+# ---------------------------------------------------------------- which rows are compared
+
+
+def choose(choice: str, in_order: Sequence[Row]) -> list[RowPair]:
+    """The pairs of `--pairs`, of the rows that `compare.choose` takes. Averages have no value that decides on rows.
+
+    So of more than five rows each is compared with the main one. Cached rows are compared with uncached ones among the
+    rules, not in a table of their own.
+    """
+    likelihoods = _likelihoods(in_order)
+    if choice == compare.ALL:
+        return list(itertools.combinations(likelihoods, 2))
+    pairs: list[RowPair] = []
+    if choice in (compare.BOTH, compare.MODELS):
+        models: dict[str, list[Row]] = {}
+        for row in likelihoods:
+            models.setdefault(row.model, []).append(row)
+        pairs += _pairs_of(list(map(_main_row, models.values())))
+    if choice in (compare.BOTH, compare.RULES):
+        for group in compare.by_setting(likelihoods):
+            pairs += _pairs_of(group)
+        for row in likelihoods:
+            if row.run.has_cache:
+                uncached, _ = gaps.uncached(row, likelihoods)
+                if uncached is not None:
+                    pairs.append((row, uncached))
+    return pairs
+
+
+def possible_pairs(rows: Sequence[Row]) -> int:
+    """The number of pairs of `--pairs all`."""
+    return math.comb(len(_likelihoods(rows)), 2)
+
+
+def _likelihoods(rows: Iterable[Row]) -> list[Row]:
+    """The rows but the oracle's; of several results of one value, which come oldest first, the newest."""
+    newest: dict[tuple, Row] = {}
+    for row in rows:
+        if row.score.is_likelihood:
+            newest[order.method_key(row), order.identity(row)] = row
+    return list(newest.values())
+
+
+def _pairs_of(group: Sequence[Row]) -> list[RowPair]:
+    return compare.pairs_of(group, _main_row(group)) if group else []
+
+
+def _main_row(rows: Iterable[Row]) -> Row:
+    """The row that stands for others: the baseline, else a DUEL row as in headlines, else the first."""
+
+    def preference(row: Row) -> tuple:
+        is_of_paper = row.rule == compare.PAPER_RULE
+        seed = float(row.noise_seed or 0)
+        return not row.ar, row.estimator != "duel", not row.is_duel, not is_of_paper, row.run.has_cache, seed
+
+    return min(rows, key=preference)
+
+
+# ---------------------------------------------------------------- differences
+
+
+def pairs(name: str, chosen: Sequence[RowPair]) -> list[AveragePair]:
+    """The paired differences of the averages of a task, of pairs of its rows."""
+    scores: dict[Run, Scores] = {}
     draws: dict[Run, Draws] = {}
-    if chosen:
-        draws = {run: _draws(run, name) for run in in_order}
+    for row in itertools.chain.from_iterable(chosen):
+        if row.run not in scores:
+            scores[row.run] = read.document_scores(row.run, name)
+            draws[row.run] = _draws(scores[row.run])
     compared: list[AveragePair] = []
     for first, second in chosen:
-        compared += _of_two(name, (first, second), draws, baselines)
+        compared += _of_two(name, (first, second), scores, draws)
     return compared
 
 
-def _draws(run: Run, name: str) -> Draws:
+def _draws(scores_of_run: Scores) -> Draws:
     """The averages of a run in each draw of the bootstrap over its documents.
 
     Runs with the same documents draw the same ones, since these are in one order and the seed is fixed.
     """
     draws = {}
-    for metric, scores in run.every_task[name].document_scores.items():
+    for metric, scores in scores_of_run.items():
         column = np.array(list(scores.values()))[:, None]  # (documents, 1)
         draws[metric] = stats.resample(column)[:, 0] / len(scores)  # (draws,)
     return draws
 
 
 def _of_two(
-    name: str, runs: tuple[Run, Run], draws: Mapping[Run, Draws], baselines: Collection[Run]
+    name: str, pair: RowPair, scores: Mapping[Run, Scores], draws: Mapping[Run, Draws]
 ) -> Iterator[AveragePair]:
     """The differences of each average that two runs share."""
-    first, second = runs
-    first_name, second_name = rows.names([plain_row(run, name, baseline=run in baselines) for run in runs])
+    first_name, second_name = rows.names(pair)
     names = (first_name, second_name)
+    runs = (pair[0].run, pair[1].run)
+    first, second = runs
     for metric in first.scores(name):
         if metric not in second.scores(name):
             continue
         difference = first.scores(name)[metric][0] - second.scores(name)[metric][0]
-        scores_of_first, scores_of_second = (run.every_task[name].document_scores.get(metric, {}) for run in runs)
-        reason = _no_interval(scores_of_first, scores_of_second)
+        scores_of_first = scores[first].get(metric, {})
+        reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
         if reason:
-            yield AveragePair(names, metric, difference, None, "", reason)
+            yield AveragePair(names, metric, difference, None, reason, "", Note())
             continue
         low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric])
-        verdict = _verdict(name, metric, runs, names, (low, high), list(scores_of_first))
-        yield AveragePair(names, metric, difference, (low, high), verdict, Note())
+        verdict = "no verdict"
+        doubt = _doubt(name, metric, runs)
+        if not doubt:
+            verdict = _verdict(name, metric, runs, names, (low, high), list(scores_of_first))
+        yield AveragePair(names, metric, difference, (low, high), reason, verdict, Note(doubt))
 
 
 def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
@@ -112,6 +178,15 @@ def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
     return Note()
 
 
+def _doubt(name: str, metric: str, runs: Iterable[Run]) -> str:
+    """The first reason not to say which of two runs is better in an average, whatever its interval."""
+    for run in runs:
+        doubts = [remark(run, name, metric), *run.doubts]
+        for doubt in filter(None, doubts):
+            return doubt
+    return ""
+
+
 def _verdict(
     name: str,
     metric: str,
@@ -123,14 +198,6 @@ def _verdict(
     """The better of two runs in an average, or why nobody can say. `keys`: of documents, as samples have them."""
     low, high = interval
     distinct = len({key.rpartition(":")[0] for key in keys})  # copies of a document say nothing about others
-    doubts = []
-    for run in runs:
-        remark_on_average = remark(run, name, metric)
-        if remark_on_average:
-            doubts.append(remark_on_average)
-        doubts += run.doubts
-    if doubts:
-        return f"no verdict: {doubts[0]}"
     if low == high == 0:
         return stats.EQUAL_VALUES
     if distinct < stats.FEW:

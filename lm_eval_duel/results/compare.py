@@ -178,7 +178,7 @@ def task(
         if row in described:
             notes_of_task.append(described[row])
     notes_of_task += notes.precision(compared)
-    windows = notes.windows(compared)
+    windows = notes.windows(name, compared)
     notes_of_task.append(windows)
     notes_of_task += dict.fromkeys([*left_out, *table.notes])
     if metric in OTHER_UNITS and _closes_a_gap(shown):
@@ -290,10 +290,10 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
         pairs += itertools.combinations(every_row, 2)
     if choice in (BOTH, MODELS):
         of_models = by_model(likelihoods).values()
-        pairs += _pairs_of(list(map(main_row, of_models)))
+        pairs += _with_lowest(list(map(main_row, of_models)))
     if choice in (BOTH, RULES):
-        for group in by_setting(shown):
-            pairs += _pairs_of([each.row for each in group])
+        for group in by_setting([each.row for each in shown]):
+            pairs += _with_lowest(group)
     differences = [gaps.pair(first, second, draws) for first, second in pairs]
     return _in_groups(differences)
 
@@ -319,22 +319,21 @@ def _by_verdict(pair: Pair) -> tuple[bool, bool, float]:
     return not pair.better, not pair.verdict, -abs(pair.difference or 0.0)
 
 
-def by_setting(shown: Sequence[ComparedRow]) -> list[list[ComparedRow]]:
+def by_setting(shown: Sequence[Row]) -> list[list[Row]]:
     """The DUEL rows of each network, block and cache: one distribution over unmasked tokens under several rules.
 
     A model has several such networks if rows of one name differ in their specs, as with two temperatures. Then its
     other rows belong to one of these, too.
     """
     keys: dict[str, set[str]] = {}  # the entries in which rows of one name differ, of each model
-    for each in shown:
-        keys.setdefault(each.row.model, set()).update(each.row.variant_keys)
-    groups: dict[tuple, list[ComparedRow]] = {}
-    for each in shown:
-        row = each.row
+    for row in shown:
+        keys.setdefault(row.model, set()).update(row.variant_keys)
+    groups: dict[tuple, list[Row]] = {}
+    for row in shown:
         if row.estimator == "duel" and not row.ar:
             entries = [row.run.spec.get(key) for key in sorted(keys[row.model])]
             setting = (row.model, row.block, row.cache, row.noise_seed, *entries)
-            groups.setdefault(setting, []).append(each)
+            groups.setdefault(setting, []).append(row)
     return list(groups.values())
 
 
@@ -346,12 +345,16 @@ def by_model(rows: Iterable[ComparedRow]) -> dict[str, list[ComparedRow]]:
     return models
 
 
-def _pairs_of(group: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Every two rows of a group; if it is large, each with the lowest."""
+def _with_lowest(group: Sequence[Row]) -> list[tuple[Row, Row]]:
+    lowest_row = min(group, key=lambda row: row.value, default=None)
+    return pairs_of(group, lowest_row)
+
+
+def pairs_of(group: Sequence[Row], main: Row | None) -> list[tuple[Row, Row]]:
+    """Every two rows of a group; if it is large, each with its main row."""
     if len(group) <= MOST_ROWS:
         return list(itertools.combinations(group, 2))
-    best = min(group, key=lambda row: row.value)
-    return [(row, best) for row in group if row is not best]
+    return [(row, main) for row in group if row is not main]
 
 
 def main_row(likelihoods: Sequence[ComparedRow]) -> Row:
@@ -389,8 +392,9 @@ def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
 def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
     """Rule families against NFE, for each setting (`by_setting`) with two or more different NFEs."""
     speeds = []
-    for group in by_setting(shown):
-        members = [each for each in group if each.row.nfe_per_token]
+    compared = {each.row: each for each in shown}
+    for group in by_setting(list(compared)):
+        members = [compared[row] for row in group if row.nfe_per_token]
         different_nfes = {round(each.row.nfe_per_token, 3) for each in members}
         if len(different_nfes) < 2:
             continue

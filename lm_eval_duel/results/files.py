@@ -143,7 +143,7 @@ COMPARED = (  # of a row among others
     *("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
     *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "gap_closed_of=closed.of"),
 )
-AVERAGE_PAIR = ("names", "metric", "difference", "interval", "reason", "verdict")
+AVERAGE_PAIR = ("names", "metric", "difference", "interval", "reason", "verdict", "verdict_reason")
 PAIR = ("names", "difference", "interval", "reason", "verdict")
 COST = (
     *("model=run.label", "estimator=run.config.estimator", "name", "rule=run.config.rule"),
@@ -278,10 +278,14 @@ def csv_of(standings: Standings, published: Iterable[Mapping[str, Any]] = ()) ->
     lines = []
     for standing in standings.rows:
         method = standing.method
-        start = _names(standing) | entries(standing, means)
+        names = _names(standing)
+        places = entries(standing, ("rank",)) | names | entries(standing, means)
+        without_places = dict.fromkeys(places) | names  # ranks and means are of perplexities
         end = {"dtype": method.named.run.config.dtype} | entries(method, SOURCE)
-        for line in [*_perplexities(method), *_averages(method)]:
-            lines.append(start | line | end)
+        for line in _perplexities(method):
+            lines.append(places | line | end)
+        for line in _averages(method):
+            lines.append(without_places | line | end)
     return csv_text([*lines, *published])
 
 
@@ -289,7 +293,6 @@ def _names(standing: Standing) -> dict[str, Any]:
     """The columns that name the method of a line."""
     named = standing.method.named
     return {
-        **entries(standing, ("rank",)),
         **entries(named, ("model", "estimator")),
         **entries(standing.method, ("kind",)),
         **entries(named, ("rule", "block", "cache")),

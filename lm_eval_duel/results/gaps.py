@@ -121,19 +121,26 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
     if not row.run.has_cache:
         return None
+    other, reason = uncached(row, shown)
+    if other is not None:
+        return pair(row, other, draws)
+    return Pair(first=row, second=None, reason=Note(reason))
+
+
+def uncached(row: Row, shown: Sequence[Row]) -> tuple[Row | None, str]:
+    """The row without a cache that a cached one is compared with, or the reason that there is none."""
     ignored = {"estimator"} if row.is_drawn else NON_IDENTITY_KEYS  # the draws are part of its value
 
     def fits(other: Row) -> bool:
         return other.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
 
-    uncached, differences = nearest(row, shown, fits, ignored | {"cache"})
-    if uncached and not differences:
-        return pair(row, uncached[0], draws)
-    reason = "no result of this network and rule has cache=none"
+    fitting, differences = nearest(row, shown, fits, ignored | {"cache"})
+    if fitting and not differences:
+        return fitting[0], ""
     if differences:
         listed = "; ".join(differences.values())
-        reason = f"no result with cache=none has the same spec; the nearest differs: {listed}"
-    return Pair(first=row, second=None, reason=Note(reason))
+        return None, f"no result with cache=none has the same spec; the nearest differs: {listed}"
+    return None, "no result of this network and rule has cache=none"
 
 
 def nearest(

@@ -277,9 +277,13 @@ def positions(run: Run) -> str:
 
 def windows_of(run: Run) -> str:
     """The windows of a run as text; those of other models are derived."""
-    size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
     derived = "" if run.config.ours else " (derived)"
-    return f"{run.windows}, {size}{derived}"
+    return f"{size_of_windows(run)}{derived}"
+
+
+def size_of_windows(run: Run) -> str:
+    size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
+    return f"{run.windows}, {size}"
 
 
 def equal_windows(runs: Sequence[Run]) -> str:
@@ -301,6 +305,11 @@ def is_cut(run: Run, name: str) -> bool:
     """False if every document of a task is known to fit into one window of a run."""
     longest = run.longest(name)
     return longest is None or run.capacity is None or longest > run.capacity
+
+
+def are_cut_alike(first: Run, second: Run, name: str) -> bool:
+    """True if the documents of a task are known to be cut alike."""
+    return _same_windows(first, second, name, bool(same_tokens(first, second, name)))
 
 
 def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> bool:

@@ -53,12 +53,24 @@ def precision(compared: Sequence[Run]) -> list[str]:
     return notes
 
 
-def windows(compared: Sequence[Run]) -> str:
-    """A note on how the documents were cut."""
+def windows(name: str, compared: Sequence[Run]) -> str:
+    """A note on how the documents of a task were cut, and whether alike in all runs."""
     cuts: dict[str, dict[str, None]] = {}
     for run in compared:
         cuts.setdefault(run.label, {})[match.windows_of(run)] = None
     listed = []
     for label, of_label in cuts.items():
         listed.append(f"{label}: {' and '.join(of_label)}")
-    return f"windows: {'; '.join(listed)}"
+    every_cut = "; ".join(listed)
+
+    first, *others = compared
+    if not (others and first.tasks[name].rolling):
+        return f"windows: {every_cut}"
+    if not all(match.are_cut_alike(first, other, name) for other in others):
+        return f"windows: not known to be the same ({every_cut})"
+    sizes = {(run.windows, run.capacity) for run in compared}
+    if len(sizes) > 1:
+        return f"windows: the same, since each document is one window ({every_cut})"
+    derived = dict.fromkeys(run.label for run in compared if not run.config.ours)
+    derived_for = f", derived for {', '.join(derived)}" if derived else ""
+    return f"windows: the same in all results ({match.size_of_windows(first)}{derived_for})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
@@ -35,15 +35,10 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     A value that was scored alone and in a lattice run has one row, from the run that has its values of documents. Rows
     of different specs that share a name get a variant. The baseline is always kept.
     """
-    methods: dict[tuple, dict[tuple, list[Row]]] = {}  # of each method, the rows of each value
-    for row in sorted(rows, key=_first_kept):
-        values = methods.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
-        values.setdefault(identity(row), []).append(row)
-
     same: dict[Row, list[Row]] = {}
     notes = []
-    for values in methods.values():
-        every_value = list(map(_with_documents_first, values.values()))
+    for values in _values_of_methods(sorted(rows, key=_first_kept)):
+        every_value = list(map(_with_documents_first, values))
         first_rows = [rows_of_value[0] for rows_of_value in every_value]
         shown = _disambiguated(first_rows)
         for row, rows_of_value in zip(shown, every_value, strict=True):
@@ -51,16 +46,38 @@ def in_order(rows: Iterable[Row]) -> Ordered:
             for other in same[row]:
                 notes.append(_twice(row, other))
 
-    return Ordered(_sorted(same), same, notes)
+    return Ordered(sorted_rows(same), same, notes)
 
 
-def runs_in_order(runs: Iterable[Run], name: str, baselines: Collection[Run]) -> list[Run]:
-    """The runs of a task in the order of rows."""
-    rows = [plain_row(run, name, baseline=run in baselines) for run in runs]
-    return [row.run for row in _sorted(rows)]
+def rows_of_averages(runs: Iterable[Run], name: str, baselines: Collection[Run]) -> list[Row]:
+    """A row, of names only, for each run that has other averages of a task than perplexities: in the same order.
+
+    Two results of one value have two rows, since their documents may be others.
+    """
+    rows = []
+    for run in runs:
+        if run.scores(name):
+            rows.append(plain_row(run, name, baseline=run in baselines))
+    named = []
+    for values in _values_of_methods(rows):
+        shown = _disambiguated([rows_of_value[0] for rows_of_value in values])
+        for first, rows_of_value in zip(shown, values, strict=True):
+            for row in rows_of_value:
+                named.append(dataclasses.replace(row, variant=first.variant, variant_keys=first.variant_keys))
+    return sorted_rows(named)
 
 
-def _sorted(rows: Iterable[Row]) -> list[Row]:
+def _values_of_methods(rows: Iterable[Row]) -> Iterator[list[list[Row]]]:
+    """For each method, the rows of each of its values."""
+    methods: dict[tuple, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        values = methods.setdefault(method_key(row), {})
+        values.setdefault(identity(row), []).append(row)
+    for values in methods.values():
+        yield list(values.values())
+
+
+def sorted_rows(rows: Iterable[Row]) -> list[Row]:
     """The baseline, then models in the order of their first results, each as `_sort_key` has it."""
     oldest_first = sorted(rows, key=lambda row: row.run.header.date)
     models = list(dict.fromkeys(row.model for row in oldest_first))
@@ -93,6 +110,11 @@ def are_equal(metrics: Mapping[str, float], others: Mapping[str, float]) -> bool
     """True if two results have the same value in every metric that both have."""
     in_both = metrics.keys() & others.keys()
     return all(math.isclose(metrics[metric], others[metric], rel_tol=SAME) for metric in in_both)
+
+
+def method_key(row: Row) -> tuple:
+    """Equal for values that tables name by the same model, estimator, rule and block."""
+    return row.run.key, row.estimator, row.rule, row.block
 
 
 def identity(row: Row) -> tuple:

@@ -25,7 +25,7 @@ from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder
-from lm_eval_duel.results.standings import AR, KINDS, MEAN, ORACLE, RankedMethod, Standing, Standings
+from lm_eval_duel.results.standings import AR, KINDS, KINDS_OF_AVERAGES, MEAN, ORACLE, RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import WORDS, Table, number
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def about(report: Report) -> str:
             f"Ranks are by value. A row is called {TIED} if it is not distinguishable from the row with the next lower "
             "value: the 95 % interval of their paired difference over documents contains 0."
         )
-    if report.baselines:
+    if any(task.has_gap for task in report.tasks.values()):
         sentences.append(f"Gaps are to {_baseline_names(report)}.")
     compared = [each for task in report.tasks.values() for each in task.rows]
     if any(each.interval for each in compared):
@@ -166,11 +166,19 @@ def _baseline_names(report: Report) -> str:
 def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     """The kinds of results that are on the page, and what each means."""
     kinds = set()
+    of_perplexities = set()
     for row in rows:
-        kinds.add(row.method.kind)
+        kinds_of_row = {row.method.kind}
         if row.method.named.run.config.autoregressive:
-            kinds.add(AR)
-    return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}  # in their order
+            kinds_of_row.add(AR)
+        kinds |= kinds_of_row
+        if row.method.rows:
+            of_perplexities |= kinds_of_row
+    meanings = {}
+    for kind in KINDS:  # in their order
+        if kind in kinds:
+            meanings[kind] = (KINDS if kind in of_perplexities else KINDS_OF_AVERAGES)[kind]
+    return meanings
 
 
 def _switches(report: Report) -> dict[str, str]:

@@ -21,6 +21,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.results import schema, stats
 from lm_eval_duel.results.runs import (
     MODEL,
+    ROLLING,
     SCHEMA,
     Config,
     Documents,
@@ -196,20 +197,16 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
     """A task of a results file's content."""
     counts = content.get("n-samples", {}).get(name, {})
     available = counts.get("original")
-    output_type = str(content.get("configs", {}).get(name, {}).get("output_type") or "loglikelihood_rolling")
+    output_type = str(content.get("configs", {}).get(name, {}).get("output_type") or ROLLING)
     entries = content["results"][name]
     metrics = _perplexities(name, entries, content.get("nulls", {}))
-    averages = _averages(entries)
-    rolling = output_type == "loglikelihood_rolling"
     missing = Note()
-    document_scores: dict[str, dict[str, float]] = {}
-    if documents is None:
+    if documents is None and metrics:  # the samples of averages are read if they are compared: `document_scores`
         records = samples(file, name)
-        document_scores = _document_scores(records or [], averages, rolling)
-        if metrics and records is None:
+        if records is None:
             missing = Note(f"no samples of {name}", "run lm_eval with --log_samples")
-        elif metrics:
-            documents = _documents(records, rolling)
+        else:
+            documents = _documents(records, output_type == ROLLING)
     return Task(
         name=name,
         output_type=output_type,
@@ -217,8 +214,7 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
         entry=config.duel["tasks"].get(name, {}),
         available=None if available is None else schema.count(available),
         metrics=metrics,
-        scores=averages,
-        document_scores=document_scores,
+        scores=_averages(entries),
         documents=documents,
         missing=missing,
     )
@@ -411,17 +407,23 @@ def _keyed(records: Sequence[Mapping[str, Any]], rolling: bool) -> dict[str, tup
     return dict(sorted(keyed.items()))
 
 
-def _document_scores(
-    records: Sequence[Mapping[str, Any]], averages: Mapping[str, tuple[float, float | None]], rolling: bool
-) -> dict[str, dict[str, float]]:
-    """The score of each document, by the average that is their mean; other averages are left out."""
+def document_scores(run: Run, name: str) -> dict[str, dict[str, float]]:
+    """The score of each document of a task, by the average that is their mean; other averages are left out.
+
+    Raises DuelError if the samples are not whole.
+    """
+    with reading(run.file, RESULTS):
+        return _document_scores(samples(run.file, name) or [], run.every_task[name])
+
+
+def _document_scores(records: Iterable[Mapping[str, Any]], task: Task) -> dict[str, dict[str, float]]:
     of_filters: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         of_filters.setdefault(record.get("filter", "none"), []).append(record)
-    keyed = {filtered: _keyed(of_filter, rolling) for filtered, of_filter in of_filters.items()}
+    keyed = {filtered: _keyed(of_filter, task.rolling) for filtered, of_filter in of_filters.items()}
 
     document_scores = {}
-    for average, (value, _) in averages.items():
+    for average, (value, _) in task.scores.items():
         metric, filtered = parts_of_average(average)
         scores = {}
         for key, (_, record) in keyed.get(filtered, {}).items():

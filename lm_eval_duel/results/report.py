@@ -107,6 +107,7 @@ def collect(options: argparse.Namespace) -> Report:
         ar, note = baseline(runs)
         if note:
             notes.append(note)
+    ar = [*ar, *_baseline_of_averages(runs, ar)]
     for run in runs:
         notes += map(Note, run.left_out())
     shown = []
@@ -115,6 +116,12 @@ def collect(options: argparse.Namespace) -> Report:
             shown.append(run)
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
+    if options.metric and not any(run.tasks for run in shown):
+        names = ", ".join(_scored(shown))
+        raise DuelError(
+            f"--metric {options.metric} is a perplexity, but RESULTS have other averages only, of {names}. Leave it "
+            "out: all averages are shown."
+        )
 
     traces = traced.Traces(options.traces)
     shown, notes_on_traces = traces.attach(shown)  # new records, so the baselines are found by their names
@@ -123,6 +130,7 @@ def collect(options: argparse.Namespace) -> Report:
     baselines = [run for run in shown if run.name in baseline_names]
     tasks, apart = _compare_tasks(options, shown, baselines)
     notes += apart
+    notes.append(_shown_once(tasks))
 
     if options.figures and not figures.available():
         notes.append(Note(advice=figures.MISSING))
@@ -131,14 +139,16 @@ def collect(options: argparse.Namespace) -> Report:
         documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
         notes += problems
     average_pairs = {}
-    if options.pairs != compare.NONE:
-        for name in _scored(shown):
-            average_pairs[name] = averages.pairs(name, shown, baselines)
+    for name in _scored(shown):
+        in_order = order.rows_of_averages(shown, name, baselines)
+        chosen = averages.choose(options.pairs, in_order)
+        average_pairs[name] = averages.pairs(name, chosen)
+        notes.append(_other_pairs(name, len(chosen), averages.possible_pairs(in_order), "of averages"))
     return Report(
         runs=sorted(shown, key=lambda run: run not in baselines),
         baselines=baselines,
         tasks=tasks,
-        notes=notes,
+        notes=list(filter(None, notes)),
         published=published.by_source(options.published),
         documents=documents,
         average_pairs=average_pairs,
@@ -180,17 +190,36 @@ def _compare_tasks(
             if difference:
                 notes.append(Note(f"{label}: {difference}"))
             tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
-            notes.append(_other_pairs(label, tasks[label]))
-    return tasks, [note for note in notes if note]
+            notes.append(_other_pairs(label, len(tasks[label].pairs), tasks[label].possible_pairs))
+    return tasks, notes
 
 
-def _other_pairs(name: str, task: Comparison) -> Note:
+def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:
     """The number of pairs of rows in the table of paired differences, and how to get all; empty if all are there."""
-    count = len(task.pairs)
-    if not 0 < count < task.possible_pairs:
+    if not 0 < count < possible:
         return Note()
-    listed = f"{name}: {count} of {counted(task.possible_pairs, 'pair')} of rows are among the paired differences"
+    table = f"the paired differences {of}".strip()
+    listed = f"{name}: {count} of {counted(possible, 'pair')} of rows are among {table}"
     return Note(advice=f"{listed}; --pairs all lists every pair")
+
+
+def _shown_once(tasks: Mapping[str, Comparison]) -> Note:
+    """The number of values that several results hold, and that have one row; empty without any."""
+    listed = []
+    for name, task in tasks.items():
+        count = 0
+        differing = 0
+        for row, others in task.same.items():
+            count += bool(others)
+            differing += not all(order.are_equal(row.metrics, other.metrics) for other in others)
+        another = f" ({differing} with ANOTHER value)" if differing else ""
+        if count:
+            listed.append(f"{counted(count, 'value')} of {name}{another}")
+    if not listed:
+        return Note()
+    return Note(
+        advice=f"Shown once, although several results hold them: {', '.join(listed)}. report.md names the files."
+    )
 
 
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
@@ -265,6 +294,23 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
                 kept[name] = run
     once = {run.name: run for run in kept.values()}  # a run may be the one of several tasks
     return list(once.values()), Note()
+
+
+def _baseline_of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run]:
+    """The results without a perplexity of the baseline's model, or of the only autoregressive one: no gap is of them.
+
+    So there may be several results of a task.
+    """
+    with_results = [run for run in runs if run.has_results]
+    causal = [run for run in with_results if run.config.autoregressive]
+    models = {run.key for run in of_perplexities or causal}
+    if len(models) > 1 or len(causal) == len(with_results):
+        return []
+    found = []
+    for run in causal:
+        if run.key in models and not run.tasks and run not in of_perplexities:
+            found.append(run)
+    return found
 
 
 def _no_baseline(causal: Sequence[Run]) -> Note:

@@ -141,7 +141,10 @@ class Row:
 
     @property
     def baseline_remark(self) -> str:
-        return baseline_remark(self.entry) if self.ar else ""
+        """A remark that it is the baseline; one of another estimator than `ar` says that it is autoregressive."""
+        if not self.ar:
+            return ""
+        return "baseline" if self.estimator == "ar" else "AR baseline"
 
     @property
     def unknown_share(self) -> str:
@@ -242,11 +245,6 @@ class Row:
 
 
 # ---------------------------------------------------------------- names
-
-
-def baseline_remark(entry: registry.Entry) -> str:
-    """A remark that a row is the baseline; one of another estimator than `ar` says that it is autoregressive."""
-    return "baseline" if entry.name == "ar" else "AR baseline"
 
 
 def setting(rule: str | None, block: str | None, cache: str | None) -> dict[str, str]:

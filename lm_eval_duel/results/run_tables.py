@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import averages, order
 from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.columns import SINGLE, WHOLE_TARGET, names_of_rows, through, value
 from lm_eval_duel.results.costs import RunCost
-from lm_eval_duel.results.rows import Row, baseline_remark
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
 from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Cell, Columns, Note, Table, number, span, split
 from lm_eval_duel.rules import without_defaults
@@ -21,31 +20,6 @@ SPEC = (  # the entries of a spec that are listed
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 WALL_TIME = "wall time of single runs: other programs on the machine change it"
-
-
-# ---------------------------------------------------------------- names
-
-
-def names_of_runs(runs: Sequence[Run], baselines: Collection[Run]) -> Columns:
-    """The columns that name whole runs. The cache is named if any of them is under one."""
-    any_cache = any(run.has_cache for run in runs)
-    return {
-        "model": lambda run: run.label,
-        "estimator": lambda run: run_title(run, run in baselines),
-        "rule": lambda run: without_defaults(run.config.rule or ""),
-        "block": lambda run: WHOLE_TARGET if run.config.block == "none" else run.config.block,
-        "cache": lambda run: run.config.cache if any_cache else "",
-    }
-
-
-def run_title(run: Run, baseline: bool) -> str:
-    """The estimator of a run, or that it was a lattice run, and whether it is the baseline."""
-    entry = registry.find(run.config.estimator)
-    name = "Lattice" if entry.lattice else entry.title
-    return f"{name} ({baseline_remark(entry)})" if baseline else name
-
-
-# ---------------------------------------------------------------- tables
 
 
 def summary(rows: Sequence[Row]) -> Table:
@@ -77,15 +51,16 @@ def _error(row: Row) -> str:
 
 def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
-    runs = order.runs_in_order([run for run in runs if run.scores(name)], name, baselines)
-    metrics = metrics_of(name, runs)
-    shown = names_of_runs(runs, baselines)
+    rows = order.rows_of_averages(runs, name, baselines)
+    metrics = metrics_of(name, [row.run for row in rows])
+    shown: Columns = {}
     for metric in metrics:
         shown[metric] = lambda run, metric=metric: average_with_doubts(run, name, metric)
     shown["documents"] = lambda run: documents_scored(run.every_task[name].size, run.every_task[name].available)
     for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
-    return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
+    shown = names_of_rows(rows) | through(lambda row: row.run, shown)
+    return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", rows, shown)
 
 
 def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
@@ -96,7 +71,7 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
         "metric": lambda pair: pair.metric,
         f"first {MINUS} second": lambda pair: number(pair.difference, "+.4f"),
         LEVEL: lambda pair: (span(pair.interval, "+.4f"), pair.reason),
-        "verdict": lambda pair: pair.verdict,
+        "verdict": lambda pair: (pair.verdict, pair.verdict_reason),
     }
     about = f"Above 0 the first average is higher. Intervals are from a bootstrap over the shared documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
@@ -130,9 +105,13 @@ def average_with_doubts(run: Run, name: str, metric: str) -> Cell:
 
 def cost(costs: Sequence[RunCost]) -> Table:
     """Time, network calls and memory of each run; those of a part of a run have a remark that says so."""
+    any_cache = any(cost.run.has_cache for cost in costs)
     shown: Columns = {
-        **through(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
+        "model": lambda cost: cost.run.label,
         "estimator": lambda cost: cost.name,
+        "rule": lambda cost: without_defaults(cost.run.config.rule or ""),
+        "block": lambda cost: WHOLE_TARGET if cost.run.config.block == "none" else cost.run.config.block,
+        "cache": lambda cost: cost.run.config.cache if any_cache else "",
         "s per token": lambda cost: (number(cost.time.seconds_per_token, ".3g"), cost.time.remark),
         "forwards": _count("forwards"),
         "rows": _count("rows"),

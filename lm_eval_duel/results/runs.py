@@ -20,6 +20,7 @@ from lm_eval_duel.results.table import Note
 MODEL = "duel-mdm"  # --model of this package
 SCHEMA = 1  # of config.duel in a results file; raised when an entry changes its name or its meaning
 NO_CACHE = "none"
+ROLLING = "loglikelihood_rolling"  # the output type of tasks of whole documents
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
@@ -137,14 +138,13 @@ class Task:
     entry: dict[str, Any]  # its entry in config.duel.tasks
     metrics: dict[str, float]  # perplexities, each of the first filter that has it
     scores: dict[str, tuple[float, float | None]]  # other averages, with their standard errors
-    document_scores: dict[str, dict[str, float]]  # the score of each document, of averages that are the mean of these
     documents: Documents | None
     missing: Note
     available: int | None = None  # documents without --limit
 
     @property
     def rolling(self) -> bool:
-        return self.output_type == "loglikelihood_rolling"
+        return self.output_type == ROLLING
 
     @property
     def tokens(self) -> dict[str, float] | None:

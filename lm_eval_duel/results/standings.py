@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.results import order
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.costs import CACHED, SEES_TARGETS, Time
-from lm_eval_duel.results.order import identity
 from lm_eval_duel.results.ranks import compete, may_rank
 from lm_eval_duel.results.rows import Row, plain_row
 from lm_eval_duel.results.runs import Run
@@ -26,6 +26,11 @@ KINDS = {  # of a result, as `Value.word` has them, and AR: what each means
     "bound": "an upper bound of the perplexity: the true value is at or below it",
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
     ORACLE: SEES_TARGETS,
+}
+KINDS_OF_AVERAGES = {  # of a result without a perplexity: the likelihoods behind its averages
+    **KINDS,
+    "estimate": "from estimates of likelihoods",
+    "bound": "from bounds of likelihoods, which do not say which likelihood is higher",
 }
 
 
@@ -189,19 +194,20 @@ def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Se
                 plain[key] = row
 
     methods = []
-    for key in dict.fromkeys([*compared, *reversed(scored)]):  # those without a perplexity oldest first
+    for key in dict.fromkeys([*compared, *scored]):
         rows_of_tasks = compared.get(key, {})
         named = plain.get(key)
         if rows_of_tasks:
             rows = [each.row for each in rows_of_tasks.values()]
             named = max(rows, key=lambda row: len(row.title))  # the one with the most remarks
         methods.append(RankedMethod(named, rows_of_tasks, scored.get(key, {})))
-    return _disambiguated(methods)
+    by_row = {method.named: method for method in methods}
+    return _disambiguated([by_row[row] for row in order.sorted_rows(by_row)])
 
 
 def _key(row: Row) -> tuple:
     """Equal for the results of one method, on whichever task."""
-    return row.run.key, row.estimator, row.rule, row.block, identity(row)
+    return order.method_key(row), order.identity(row)
 
 
 def _free_key(results: Mapping[tuple, Mapping[str, Any]], key: tuple, task: str) -> tuple:
@@ -306,9 +312,6 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
             mean_rank = statistics.fmean(on_task[method] for on_task in ranks_on_tasks)
         rows.append(Standing(method, main[method], means[method], mean_rank, ranks.get(method)))
 
-    # The baseline comes first. Models are in the order of their first rows, and the rows of a model stay in theirs.
-    models = list(dict.fromkeys(method.named.model for method in methods))
-    rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
     return Standings(rows, mean_of, metric, MEAN if mean_of else largest)
 
 

@@ -1,18 +1,21 @@
 """Averages other than perplexities: their order, and paired differences over the same documents."""
 
+import csv
 import json
+import re
 import statistics
 
 import pytest
-from results import ours, put, report
+from results import ours, per_token, put, report
 
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.standings import KINDS
+from lm_eval_duel.results.standings import KINDS, KINDS_OF_AVERAGES
 
 TASK = "choice"
 
 
-def result(folder, scores, rule="greedy", metric="acc", **more):
+def result(folder, scores, rule="greedy:k=1", metric="acc", **more):
     """A results file with an average over documents, and its samples."""
     file = ours(folder, {TASK: {"token_perplexity": 9.0}}, rule=rule, **more)
     put(file, f"results.{TASK}", {f"{metric},none": statistics.mean(scores), f"{metric}_stderr,none": 0.125})
@@ -80,14 +83,16 @@ def test_there_is_no_verdict_from_few_documents_from_bounds_or_in_doubt(tmp_path
 
     result(tmp_path / "bound" / "results", BETTER)
     result(tmp_path / "bound" / "results", WORSE, None, estimator="elbo")
-    [pair] = pairs(tmp_path / "bound")
-    assert pair["verdict"].startswith("no verdict: from a bound")
+    [pair] = pairs(tmp_path / "bound", "--pairs", "all")
+    assert pair["verdict"] == "no verdict"
+    assert pair["verdict_reason"].startswith("from a bound")
 
     file = result(tmp_path / "doubt" / "results", BETTER)
     result(tmp_path / "doubt" / "results", WORSE, "margin")
     put(file, "config.duel.decisions_differing", 1)
     [pair] = pairs(tmp_path / "doubt")
-    assert pair["verdict"].startswith("no verdict: 1 of")
+    assert pair["verdict"] == "no verdict"
+    assert pair["verdict_reason"].startswith("1 of")
 
 
 def test_documents_must_be_the_same(tmp_path):
@@ -113,7 +118,7 @@ def test_samples_whose_mean_is_not_the_average_are_left_out(tmp_path):
 
 def test_each_filter_of_answers_has_scores_of_its_own(tmp_path):
     """The harness writes each document once for every filter."""
-    for scores, rule in ((BETTER, "greedy"), (WORSE, "margin")):
+    for scores, rule in ((BETTER, "greedy:k=1"), (WORSE, "margin")):
         file = result(tmp_path / "results", scores, rule)
         opposite = [1 - score for score in scores]
         put(file, ["results", TASK, "acc,strict"], statistics.mean(opposite))
@@ -126,11 +131,80 @@ def test_each_filter_of_answers_has_scores_of_its_own(tmp_path):
     assert verdicts == {"acc": "greedy is better", "acc (strict)": "margin is better"}
 
 
-def test_of_many_runs_each_is_compared_with_the_first(tmp_path):
-    rules = ("left_to_right", "right_to_left", "greedy", "margin", "entropy", "random")
+# ---------------------------------------------------------------- pairs
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A bound, three rules, one of them with a cache, and two other models, whose rows need their own first."""
+    folder = tmp_path / "results"
+    result(folder, WORSE, None, estimator="elbo")
+    result(folder, WORSE, "margin")
+    result(folder, WORSE, "left_to_right")
+    result(folder, BETTER)
+    result(folder, BETTER, spec={"cache": "dual"})
+    result(folder, BETTER, model="BD3")
+    result(folder, WORSE, None, estimator="ar", model="ARM")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("choice", "count", "between_models"),
+    [("rules", 4, False), ("models", 3, True), ("both", 7, True), ("all", 21, True), ("none", 0, False)],
+)
+def test_the_choice_of_pairs_is_that_of_perplexities(several, capsys, choice, count, between_models):
+    """Rules of one network, cached and uncached rows of one rule, and one row of each model."""
+    chosen = [pair["names"] for pair in pairs(several, "--pairs", choice)]
+    assert len(chosen) == count
+    assert any("ARM" in first for first, _ in chosen) == between_models
+    assert ("greedy", "margin") in map(tuple, chosen) or choice in ("models", "none")
+    assert ("cache=dual" in str(chosen)) == (choice not in ("models", "none"))
+    assert ("ELBO" in str(chosen)) == (choice == "all")
+    printed = capsys.readouterr().out
+    assert (f"{count} of 21 pairs" in printed) == (0 < count < 21)
+
+
+def test_the_row_of_a_model_is_that_of_the_papers_rule(several):
+    for pair in pairs(several, "--pairs", "models"):
+        assert "left_to_right" not in str(pair["names"])
+        assert "cache=dual" not in str(pair["names"])
+
+
+def test_of_many_rules_each_is_compared_with_the_papers(tmp_path):
+    rules = ("left_to_right", "right_to_left", "greedy:k=1", "margin", "entropy", "random")
     for rule in rules:
         result(tmp_path / "results", BETTER, rule)
-    assert len(pairs(tmp_path)) == len(rules) - 1
+    chosen = [pair["names"] for pair in pairs(tmp_path)]
+    assert len(chosen) == len(rules) - 1
+    assert {second for _, second in chosen} == {"greedy"}
+
+
+def test_results_of_one_value_are_not_compared(tmp_path):
+    """Of a result that was made twice, the newest is compared with others."""
+    result(tmp_path / "results", WORSE)
+    result(tmp_path / "results", BETTER)
+    result(tmp_path / "results", WORSE, "margin")
+    [pair] = pairs(tmp_path, "--pairs", "all")
+    assert pair["verdict"] == "greedy is better"
+
+
+def test_networks_of_two_temperatures_are_not_two_rules(tmp_path):
+    result(tmp_path / "results", BETTER, spec={"warpers": "temperature=0.7"})
+    result(tmp_path / "results", WORSE)
+    assert pairs(tmp_path, "--pairs", "rules") == []
+    [pair] = pairs(tmp_path, "--pairs", "all")
+    assert "temperature=0.7" in str(pair["names"])
+
+
+def test_samples_are_read_only_to_compare_averages(several):
+    for samples in several.rglob("samples_*"):
+        samples.write_text("{broken")
+    assert pairs(several, "--pairs", "none") == []
+    with pytest.raises(DuelError, match="samples of lm_eval"):
+        pairs(several)
+
+
+# ---------------------------------------------------------------- rows
 
 
 def test_rows_of_averages_are_in_the_order_of_all_rows(tmp_path):
@@ -151,3 +225,101 @@ def test_the_page_of_averages_has_their_differences_and_a_meaning_for_each_kind(
     assert "greedy is better" in html
     assert KINDS["exact"] in html
     assert KINDS["AR"] not in html
+
+
+def models_of_page(folder):
+    html = (folder / "out" / "index.html").read_text()
+    return re.findall(r'class="k-model" data-text="(\w+)".*?<small>(.*?)</small>', html)
+
+
+def test_the_autoregressive_row_is_the_first_without_perplexities_too(several):
+    """In every form; the rows of the page are in the order of the table."""
+    written = report(several, "--page")
+    assert [result["ar"] for result in written["results"]] == [True] + [False] * 6
+    text = (several / "out" / "accuracy_choice.tex").read_text()
+    assert text.index("ARM") < text.index("MDLM") < text.index("BD3")
+    lines = list(csv.DictReader((several / "out" / "report.csv").open()))
+    estimators = ["ar", "elbo"] + ["duel"] * 5
+    assert [line["estimator"] for line in lines] == estimators
+    assert [line["rule"] for line in lines] == [
+        "",
+        "",
+        "left_to_right",
+        "greedy:k=1",
+        "greedy:k=1",
+        "margin",
+        "greedy:k=1",
+    ]
+    names = models_of_page(several)
+    assert [model for model, _ in names] == ["ARM", *["MDLM"] * 5, "BD3"]
+    assert [name.split(",")[0] for _, name in names] == ["AR", "ELBO"] + ["DUEL"] * 5
+
+
+def test_the_averages_of_a_baseline_may_be_in_a_file_of_their_own(several):
+    """Those of other autoregressive models are rows among others."""
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    ours(several / "results", per_token(["sotu"], [10.0]), model="ARM", estimator="ar")
+    result(several / "results", WORSE, None, estimator="ar", model="Other")
+    written = report(several)
+    baselines = [result["model"] for result in written["results"] if result["ar"]]
+    assert baselines == ["ARM", "ARM"]
+    [row] = [row for row in written["tasks"]["sotu"]["rows"] if not row["ar"]]
+    assert row["gap"] == pytest.approx(10.0)
+
+
+def test_an_older_perplexity_of_the_baseline_is_no_baseline(several):
+    """Only the newest is, however many of its averages there are."""
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    for value in (11.0, 10.0):
+        ours(several / "results", per_token(["sotu"], [value]), model="ARM", estimator="ar")
+    written = report(several)
+    newest = written["tasks"]["sotu"]["rows"][0]
+    assert newest["value"] == pytest.approx(10.0)
+    assert [result["file"] for result in written["results"] if result["ar"]].count(newest["file"]) == 1
+    assert len(written["ar"]) == 2
+
+
+def test_the_averages_of_the_model_of_a_named_baseline_are_of_the_baseline(several):
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    ours(several / "ar", per_token(["sotu"], [10.0]), model="ARM", estimator="ar")
+    assert len(report(several)["ar"]) == 2
+
+
+def test_a_baseline_of_averages_alone_has_no_gaps(several):
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    written = report(several, "--page")
+    assert written["ar"]
+    assert any("No gaps" in note for note in written["notes"])
+    assert "Gaps are to" not in (several / "out" / "index.html").read_text()
+
+
+def test_two_autoregressive_models_are_no_baseline_of_averages(several):
+    result(several / "results", WORSE, None, estimator="ar", model="Other")
+    assert report(several)["ar"] == []
+
+
+def test_ranks_and_means_in_the_csv_are_of_perplexities(several):
+    for value, rule in ((20.0, "greedy"), (30.0, "margin")):
+        ours(several / "results", per_token(["one", "two"], [value, value]), rule=rule)
+    report(several)
+    lines = list(csv.DictReader((several / "out" / "report.csv").open()))
+    for line in lines:
+        is_perplexity = line["metric"] == "token_perplexity"
+        for place in ("rank", "mean", "mean_rank"):
+            assert bool(line[place]) == is_perplexity, line
+    assert {line["metric"] for line in lines} == {"token_perplexity", "acc"}
+
+
+def test_a_perplexity_cannot_be_chosen_where_there_is_none(several):
+    with pytest.raises(DuelError, match="--metric word_perplexity"):
+        report(several, "--metric", "word_perplexity")
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    report(several, "--metric", "token_perplexity")
+
+
+def test_the_page_explains_a_bound_by_what_it_bounds(several):
+    report(several, "--page")
+    assert KINDS_OF_AVERAGES["bound"] in (several / "out" / "index.html").read_text()
+    ours(several / "results", per_token(["sotu"], [20.0]), rule=None, estimator="elbo")
+    report(several, "--page")
+    assert KINDS["bound"] in (several / "out" / "index.html").read_text()

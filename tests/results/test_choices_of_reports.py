@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from results import board, hf, ours, per_token, put, three_documents
+from results import board, documents, hf, ours, per_token, put, three_documents
 from results import report as run
 
 from lm_eval_duel import demo
@@ -159,6 +159,24 @@ def test_the_note_on_windows_has_all_of_a_model(tmp_path):
         ours(tmp_path, docs=three_documents("sotu"), duel={"row_capacity": capacity}, rule=f"greedy:k={capacity}")
     [note] = [note for note in board(tmp_path).tasks["sotu"].notes if note.startswith("windows")]
     assert "200 target positions and harness, 300 target positions" in note
+
+
+@pytest.mark.parametrize(
+    ("capacities", "longest", "known", "every_size"),
+    [
+        ((200, 200), 500, "the same in all results", False),
+        ((200, 300), 40, "each document is one window", True),
+        ((200, 300), 500, "not known to be the same", True),
+    ],
+)
+def test_the_note_on_windows_says_whether_all_are_alike(tmp_path, capacities, longest, known, every_size):
+    """Each size is listed only if they differ."""
+    for capacity, model in zip(capacities, ("A", "B"), strict=True):
+        docs = {"sotu": documents([-60, -150, -90], (20, longest, 30))}
+        ours(tmp_path, docs=docs, duel={"row_capacity": capacity}, model=model)
+    [note] = [note for note in board(tmp_path).tasks["sotu"].notes if note.startswith("windows")]
+    assert known in note
+    assert ("B: harness" in note) == every_size
 
 
 @pytest.mark.parametrize("metric", ["token_perplexity", "word_perplexity", "byte_perplexity"])
@@ -418,6 +436,22 @@ def test_the_only_baseline_is_the_newest_of_each_task_under_one_spec(tmp_path):
     baselines, note = reports.baseline(read.runs([tmp_path]))
     assert baselines == []
     assert "on b" in note.fact
+
+
+@pytest.mark.parametrize("value", [20.0, 21.0])
+def test_a_value_that_several_results_hold_is_noted_once(tmp_path, value):
+    """For the person at the console, with a warning if it is not the same; the page has its own note."""
+    ours(tmp_path, per_token(["a", "b"], [20.0, 30.0]))
+    content = board(tmp_path)
+    assert not [note for note in content.notes if "several results" in str(note)]
+    ours(tmp_path, per_token(["a", "b"], [value, 30.0]))
+    content = board(tmp_path)
+    assert [len(task.rows) for task in content.tasks.values()] == [1, 1]
+    [note] = [note for note in content.notes if "several results" in str(note)]
+    assert "1 value of a" in note.advice
+    assert "1 value of b" in note.advice
+    assert ("ANOTHER" in note.advice) == (value != 20.0)
+    assert not note.fact
 
 
 def test_two_results_of_one_task_are_no_ar_baseline(tmp_path):

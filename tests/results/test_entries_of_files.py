@@ -204,7 +204,7 @@ def test_what_another_model_was_loaded_with_is_its_spec(tmp_path, given, is_in_s
 
 def task(**entry):
     metrics = {"token_perplexity": 20.0}
-    return runs.Task("t", "loglikelihood_rolling", {"documents": "4"}, entry, metrics, {}, {}, None, Note())
+    return runs.Task("t", "loglikelihood_rolling", {"documents": "4"}, entry, metrics, {}, None, Note())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results.spec_entries import arguments
+from lm_eval_duel.results.spec_entries import entries_for_names
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS = (-30.0, -40.0, -50.0, -60.0)
@@ -385,4 +385,4 @@ def test_the_longest_document_is_the_tasks(tmp_path):
 )
 def test_names_hold_the_special_tokens_as_the_model_arg_that_decides_on_them(entries, named):
     specs = [{} if entry is None else {"special_tokens": entry} for entry in entries]
-    assert arguments(specs, ["special_tokens"]) == [[name] for name in named]
+    assert entries_for_names(specs, ["special_tokens"]) == [[name] for name in named]

@@ -121,9 +121,10 @@ def test_a_cache_is_named_if_any_row_or_run_has_one(tmp_path, first):
     [with_cost] = [compared for compared in content.tasks["sotu"].rows if compared.cache_cost]
 
     cache_of_row = columns.names_of_rows(rows)["cache"]
-    cache_of_run = run_tables.names_of_runs(content.runs, [])["cache"]
+    costs = run_tables.cost(content.costs)
+    place = costs.heads.index("cache")
     assert [cache_of_row(row) for row in rows] == ["none", "dual"]
-    assert sorted(cache_of_run(run) for run in content.runs) == ["dual", "none"]
+    assert sorted(row[place] for row in costs.rows) == ["dual", "none"]
 
     cells = cells_of(columns.cache_costs([with_cost]))
     assert cells["cache=none"] == "28.03"
