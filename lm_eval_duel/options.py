@@ -46,10 +46,11 @@ def _batch_size(value: Any) -> int | str:
 
 
 def _preset(value: Any) -> str:
-    """The name of a preset; raises DuelError for any other, and says of a rule's how rules are given."""
+    """The name of a preset; raises DuelError for any other, and says of a rule or an estimator how it is given."""
     name = str(value)
     if name in rules.RULES or name in rules.ALIASES:
         raise DuelError(f"'{name}' is a rule, not a preset: write rule={name}.")
+    registry.require_not_estimator("preset", name)
     return presets.find(name).name
 
 
@@ -154,6 +155,7 @@ class Options(NetworkArguments):
         require_commas(arguments)
         if arguments.get("rule") == "":
             MODEL_ARGUMENTS["rule"].read("rule", "")  # raises: an empty value is not the name of an unknown rule
+        registry.require_not_estimator("rule", str(arguments.get("rule")))
 
         name = MODEL_ARGUMENTS["preset"].read("preset", arguments.get("preset"))
         preset = None if name is None else presets.find(name)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lm_eval_duel.cli.scored import TASK, ScoredModel
+from lm_eval_duel.cli.scored import RATES, TASK, ScoredModel, about_infinities
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import columns, compare, match, read, report, stats, traced
 from lm_eval_duel.results.gaps import Pair
@@ -49,7 +49,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
         pairs.append(_pair(task, first, other, from_first))
     task = dataclasses.replace(task, rows=_as_named(task.rows, runs), pairs=pairs)
 
-    remarks = [*_sizes(scored), *_settings(runs), *_differences(task, runs, differences)]
+    remarks = [*_infinities(scored), *_sizes(scored), *_settings(runs), *_differences(task, runs, differences)]
     any_cut = any(match.is_cut(run, TASK) for run in runs)
     for note in task.notes:
         if any_cut or note != task.windows:
@@ -76,6 +76,15 @@ def _pair(task: compare.Comparison, first: Run, other: Run, from_first: Sequence
         if not difference.is_allowed(task.metric):
             return dataclasses.replace(pair, better="", verdict=f"no verdict: the {difference.field} differ")
     return pair
+
+
+def _infinities(scored: Sequence[ScoredModel]) -> list[str]:
+    """Lines on infinite values: perplexities and bits per byte, since the table has no log-probabilities."""
+    rows = []
+    for model in scored:
+        figures = model.total.figures()
+        rows.append({rate: figures[rate] for rate in RATES})
+    return about_infinities(rows)
 
 
 def _sizes(scored: Sequence[ScoredModel]) -> Iterator[str]:

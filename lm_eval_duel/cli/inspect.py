@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.cli.scored import shown_log_prob
-from lm_eval_duel.console.command_line import FLAGS, PATH, STDOUT, Flag, Parser, plain_table, write_json
+from lm_eval_duel.console.command_line import FLAGS, PATH, REASONS, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.console.exits import PROGRAM
 from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.estimators import registry
@@ -141,7 +141,9 @@ def _score(lm: DuelMDM) -> str:
     drawn = registry.find(lm.estimator.name).is_drawn
     nats = shown_log_prob(total.value, drawn, ".3f")
     about = f"{nats} nats for the {total.tokens} tokens of {SENTENCE!r}"
-    return f"{about}, {method}{steps}, {total.value.short_label}, {number(seconds)} s"
+    scored = f"{about}, {method}{steps}, {total.value.short_label}, {number(seconds)} s"
+    reason = REASONS.get(total.value.nats)
+    return f"{scored} ({reason})" if reason else scored
 
 
 def _token(tokenizer: Any, token: int) -> str:
@@ -168,6 +170,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         named.check(name)
     if options.files:
         files.find(options.files)
+    options.metadata = named.metadata_of_texts(options, options.files) | options.metadata
     return options
 
 
@@ -181,7 +184,7 @@ def _load_tasks(options: argparse.Namespace) -> list[Task]:
 
     patches.without_our_advice()
     require_loadable(Options.parse(options.model))
-    metadata = {**model_args_of(options), **named.metadata_of_texts(options), **options.metadata}
+    metadata = {**model_args_of(options), **options.metadata}
     return named.load(options.tasks, metadata, options.include_path, options.limit)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.console.command_line import FLAGS
 from lm_eval_duel.errors import DuelError, naming
-from lm_eval_duel.estimators.registry import Entry, find
+from lm_eval_duel.estimators.registry import ESTIMATORS, Entry, find
 from lm_eval_duel.options import Options, require_commas
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 
@@ -100,6 +100,8 @@ def _given(text: str) -> dict[str, Any]:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
     if name in presets.PRESETS and not os.path.isdir(name):
         raise DuelError(f"--compare {text}: this is a preset, not a checkpoint. Did you mean preset={text}?")
+    if name in ESTIMATORS and not os.path.isdir(name):
+        raise DuelError(f"--compare {text}: this is an estimator, not a checkpoint. Did you mean estimator={text}?")
     given: dict[str, Any] = FLAGS["model_args"].read("--compare", text)
     with naming(f"--compare {text}"):
         require_commas(given)

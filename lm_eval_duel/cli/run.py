@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         print(HELP)
         arguments = ["--help"]
     with usage():
-        arguments = _named(arguments)
+        arguments, of_texts = _named(arguments)
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -79,6 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         args = _parsed(cli)
         _complete(args)
         names = _check(args)
+        named.require_texts(of_texts, names, has_own=len(args.include_path) > 1)  # the first are this package's
     try:
         with _task_files(names, args.include_path):
             _execute(cli, args)
@@ -102,8 +103,8 @@ def _execute(cli: HarnessCLI, args: argparse.Namespace) -> None:
             stop(FAILED, differing)
 
 
-def _named(arguments: Sequence[str]) -> list[str]:
-    """The arguments as lm-eval takes them, without NAME, --quiet, --lines and --field.
+def _named(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments as lm-eval takes them, without NAME, --quiet, --lines and --field; and what the last two say.
 
     Raises UsageError for wrong model args.
 
@@ -123,10 +124,12 @@ def _named(arguments: Sequence[str]) -> list[str]:
     ours, rest = parser.parse_known_args(rest)
     if ours.quiet:
         be_quiet()
-    rest += _of_texts(ours.lines, ours.field)
+    of_texts = _of_texts(ours.lines, ours.field)
+    if of_texts:
+        rest += ["--metadata", json.dumps(of_texts)]
     model = [] if ours.model is None else ["--model", ours.model]
     if not (name or ours.model_args):
-        return [*model, *rest]
+        return [*model, *rest], of_texts
     pairs: list[tuple[str, Any]] = []
     if name:
         pairs.append(("pretrained", FLAGS["NAME"].read("NAME", name)))
@@ -134,17 +137,17 @@ def _named(arguments: Sequence[str]) -> list[str]:
     given = unique_keys(pairs)
     if ours.model in (None, *MODELS):
         Options.parse(given)
-    return [*model, "--model_args", json.dumps(given), *rest]
+    return [*model, "--model_args", json.dumps(given), *rest], of_texts
 
 
-def _of_texts(lines: bool, field: str | None) -> list[str]:
-    """The flags that say how files of text are read, as lm-eval's --metadata."""
+def _of_texts(lines: bool, field: str | None) -> dict[str, Any]:
+    """The flags that say how files of text are read, as metadata of tasks."""
     metadata: dict[str, Any] = {}
     if lines:
         metadata["lines"] = True
     if field is not None:
         metadata["field"] = field
-    return ["--metadata", json.dumps(metadata)] if metadata else []
+    return metadata
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:

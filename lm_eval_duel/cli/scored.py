@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.console.command_line import infinities, with_nulls
 from lm_eval_duel.core.scores import Value, perplexity, ratio
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
@@ -134,7 +135,8 @@ class ScoredModel:
         for metric in RATES:
             shown[metric] = _rate(metric, self._is_drawn)
         table = Table.from_records("", lines, shown).text()
-        return "\n".join([table, "", *self._about(), f"fingerprint {self.info['fingerprint']}"])
+        infinite = about_infinities([line.figures() for line in lines])
+        return "\n".join([table, "", *infinite, *self._about(), f"fingerprint {self.info['fingerprint']}"])
 
     @property
     def method(self) -> str:
@@ -166,6 +168,12 @@ class ScoredModel:
             from lm_eval_duel.text.text import unknown_share
 
             yield unknown_share(self.total.unknown, self.total.tokens)
+
+
+def about_infinities(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line on each infinity that a table of these rows shows, once for all of them."""
+    nulls = with_nulls({"rows": rows}).get("nulls", {})
+    return [f"{value} is {reason}" for value, reason in infinities(nulls).items()]
 
 
 def shown_log_prob(value: Value, drawn: bool, form: str = ".2f") -> str:

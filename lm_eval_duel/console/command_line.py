@@ -81,6 +81,12 @@ def _nulls(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, REASONS.get(value, NAN)
 
 
+def infinities(nulls: Mapping[str, str]) -> dict[float, str]:
+    """The infinities among numbers, each with its reason, for a note below their table. `nulls`: see `with_nulls`."""
+    reasons = nulls.values()
+    return {value: reason for value, reason in REASONS.items() if reason in reasons}
+
+
 # ---------------------------------------------------------------- tables
 
 

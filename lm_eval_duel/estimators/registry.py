@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+from lm_eval_duel import rules
 from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.core.scores import Kind, Value
 from lm_eval_duel.errors import DuelError, require_known
@@ -25,6 +26,7 @@ from lm_eval_duel.estimators.arguments import (
     TwoPhaseArguments,
     check_block,
 )
+from lm_eval_duel.rules import presets
 
 LOG_MEAN = "log_mean_exp"  # the other value of a mean over noise seeds
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
@@ -315,9 +317,21 @@ LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
 
 
 def find(name: str) -> Entry:
-    """The entry of an estimator's name; raises DuelError for any other name."""
+    """The entry of an estimator's name; raises DuelError for any other, and says of a rule's how rules are given."""
+    rule = rules.split(name)[0]
+    if rule in rules.RULES or rule in rules.ALIASES or ":" in rule:
+        raise DuelError(f"'{name}' is a rule, not an estimator: write rule={name}.")
+    if name in presets.PRESETS:
+        raise DuelError(f"'{name}' is a preset, not an estimator: write preset={name}.")
     require_known("estimator", [name], ESTIMATORS)
     return ESTIMATORS[name]
+
+
+def require_not_estimator(what: str, text: str) -> None:
+    """Raise DuelError if the text of a rule or a preset names an estimator. `what`: the argument."""
+    name, *_ = rules.split(text)  # that of a user's rule is module:Name
+    if name.lower() in ESTIMATORS:
+        raise DuelError(f"'{name}' is an estimator, not a {what}: write estimator={name.lower()}.")
 
 
 def arguments() -> dict[str, Argument]:

@@ -374,6 +374,7 @@ def require_rule(rule: Any) -> None:
     if not isinstance(rule, str | Rule):
         page = documentation("adding.md")
         raise DuelError(f"rule must be a name, such as 'greedy', or an instance of Rule ({page}); got {rule!r}.")
+    registry.require_not_estimator("rule", str(rule))
 
 
 def require_network(denoiser: Denoiser | str) -> None:

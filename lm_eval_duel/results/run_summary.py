@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.console.command_line import infinities
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.results import read, rows, run_tables
 from lm_eval_duel.results.rows import Row
@@ -33,11 +34,22 @@ def summary(content: Mapping[str, Any]) -> str:
     parts = []
     if every_row:
         parts.append(run_tables.summary(every_row).markdown())
-    remarks = [*_remarks(run), *_generated(run), *run.doubts]
+    remarks = [*_infinities(content), *_remarks(run), *_generated(run), *run.doubts]
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))
     return "\n\n".join(parts)
+
+
+def _infinities(content: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence on each infinity that the table shows, or lm-eval's, once for all tasks."""
+    nulls = {}
+    for place, reason in content.get("nulls", {}).items():
+        if place.startswith("results."):
+            nulls[place] = reason
+    for value, reason in infinities(nulls).items():
+        sign = "-" if value < 0 else ""
+        yield f"{value} ({sign}Infinity in lm-eval's table) is {reason}"
 
 
 def _remarks(run: Run) -> Iterator[str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TEXT = FOLDER / "text"
 TOKENS = "duel_tokens"  # a column of the documents: their tokens, which are checked when they are scored
 UNCOUNTED = "The documents have no column %s, and this model does not count tokens: there is no token_perplexity"
+ROW_SETTINGS = ("length", "framed", "insert_eos", "remainder")  # metadata
 LENGTH = 1024  # default number of ids of a wrapped row, special tokens included
 _TOKENIZERS: dict[str, Any] = {}  # of the wrapped tasks of this run, by fingerprint
 _integer = functools.cache(int)  # equal ids of all rows are one object, which takes a fifth of the memory
@@ -110,7 +111,7 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     """
     settings = metadata.read(model_args)
     source = corpora.find(corpus)
-    texts = corpora.texts(corpus, settings.pop("data_dir", None), settings.pop("rows", None))
+    texts = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
     if source.detokenize:
         detokenize = corpora.DETOKENIZERS[source.detokenize]
         texts = [detokenize(text) for text in texts]
@@ -131,10 +132,7 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text_wrapped")
-    row_settings = dict(settings)
-    for file_setting in ("files", "field", "lines"):
-        row_settings.pop(file_setting, None)
-    return _rows(texts, row_settings, load_tokenizer(model_args), "duel_text_wrapped")
+    return _rows(texts, settings, load_tokenizer(model_args), "duel_text_wrapped")
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
@@ -159,15 +157,16 @@ def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, da
 
 
 def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: str) -> dict[str, datasets.Dataset]:
-    """`texts`, concatenated and cut into rows by `settings`."""
+    """`texts`, concatenated and cut into rows by `settings`, of which others may be for other tasks of the run."""
     import datasets
 
-    bos = settings.pop("bos", "given")
+    bos = settings.get("bos", "given")
     ends = {"bos": 0, "eos": 0}  # not used without special tokens, which a tokenizer may lack
     if settings.get("framed", True) or settings.get("insert_eos"):
         start, end = _start_and_end(tokenizer)
         ends = {"bos": start, "eos": end}
-    wrapping = Wrapping(**{"length": LENGTH, **ends, **settings})
+    of_rows = {key: settings[key] for key in ROW_SETTINGS if key in settings}
+    wrapping = Wrapping(length=of_rows.pop("length", LENGTH), **ends, **of_rows)
     digest = of_tokenizer(tokenizer)
     _TOKENIZERS[digest] = tokenizer
     shared = {

@@ -243,15 +243,41 @@ def is_text(name: str) -> bool:
     return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())
 
 
-def metadata_of_texts(options: argparse.Namespace) -> dict[str, Any]:
-    """The metadata that --lines and --field stand for, if one of the tasks of --tasks reads files of text."""
+def metadata_of_texts(options: argparse.Namespace, files: Sequence[str] = ()) -> dict[str, Any]:
+    """The metadata that --lines and --field stand for.
+
+    `files`: of text, which another flag names. Raises UsageError if there are none, and no task reads any.
+    """
     metadata: dict[str, Any] = {}
-    if any(is_text(name) or name.startswith("duel_text") for name in options.tasks or ()):
-        if options.lines:
-            metadata["lines"] = True
-        if options.field != "text":
-            metadata["field"] = options.field
+    if options.lines:
+        metadata["lines"] = True
+    if options.field != "text":
+        metadata["field"] = options.field
+    if not files:
+        require_texts(metadata, options.tasks or (), has_own=options.include_path is not None)
     return metadata
+
+
+def require_texts(settings: Iterable[str], tasks: Sequence[str], has_own: bool) -> None:
+    """Raise UsageError for settings of files of text, such as `lines`, if none of the tasks reads such files.
+
+    `has_own`: there is a folder of the user's own tasks. These may, as may a task that is named by its YAML file.
+    """
+    flags = [f"--{setting}" for setting in settings]
+    if not flags or any(_may_read_texts(name, has_own) for name in tasks):
+        return
+    verb = "are" if len(flags) > 1 else "is"
+    without = f"--tasks {','.join(tasks)} reads none" if tasks else "none is named"
+    raise UsageError(
+        f"{' and '.join(flags)} {verb} about files of text, and {without}. Name a file or a folder of texts, such as "
+        f"--tasks notes.txt, or leave {' and '.join(flags)} out."
+    )
+
+
+def _may_read_texts(name: str, has_own: bool) -> bool:
+    if is_text(name) or is_yaml(name) or name.startswith("duel_text"):
+        return True
+    return has_own and name not in {file.stem for file in task_files()}
 
 
 # ---------------------------------------------------------------- names that are no task's

@@ -335,7 +335,7 @@ def test_the_model_is_named_alike_in_every_command():
         assert model_of(flags) == {**expected, "device": None, "batch_size": "auto"}
         assert model_args_of(flags) == expected
         assert vars(flags) == before
-        *_, model_args_of_run = run._named(words)
+        (*_, model_args_of_run), _ = run._named(words)
         assert json.loads(model_args_of_run) == expected
 
 
@@ -452,7 +452,8 @@ def test_run_takes_the_flags_of_texts_as_metadata(monkeypatch):
     """--lines and --field, as in `score`; they join the metadata that the command gives, too."""
     from lm_eval._cli import HarnessCLI
 
-    words = run._named(["--tasks", "a.jsonl", "--metadata", "rows=3", "--lines", "--field", "body"])
+    words, of_texts = run._named(["--tasks", "a.jsonl", "--metadata", "rows=3", "--lines", "--field", "body"])
+    assert of_texts == {"lines": True, "field": "body"}
     monkeypatch.setattr(sys, "argv", ["lm-eval", "run", *words])
     args = run._parsed(HarnessCLI())
     assert args.metadata == {"rows": 3, "lines": True, "field": "body"}

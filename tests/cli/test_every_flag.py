@@ -24,8 +24,8 @@ from lm_eval_duel.results import figures, traced
 NEEDED = {  # the words that a command needs, in a folder with a text and results
     "score": (score.parse, ["a.txt"]),
     "generate": (generate.parse, []),
-    "inspect": (inspect.parse, ["demo-mdm"]),
-    "audit": (audit.parse, ["demo-mdm", "--tasks", "sotu"]),
+    "inspect": (inspect.parse, ["demo-mdm", "--tasks", "a.txt"]),
+    "audit": (audit.parse, ["demo-mdm", "--tasks", "a.txt"]),
     "report": (report.parse, ["results", "--out", "out"]),
 }
 COMPLETED = {  # what `parse` puts in place of a flag that is not given

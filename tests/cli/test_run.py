@@ -1,5 +1,6 @@
 """`lm-eval-duel run`: what of its command line reaches lm-eval and the checks of model args, in this process."""
 
+import contextlib
 import json
 import os
 import sys
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lm_eval_duel.cli import run, score
+from lm_eval_duel.cli import audit, inspect, run, score
 from lm_eval_duel.console import command_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
@@ -41,7 +42,7 @@ NAMED = [  # words, what lm-eval gets of them, and whether the model args are ch
 def test_what_lm_eval_gets(words, passed, is_checked, checked):
     """Model args of another model than ours are not ours to check."""
     given = []
-    for word in run._named(words):
+    for word in run._named(words)[0]:
         given.append(json.loads(word) if word.startswith("{") else word)
 
     assert given == passed
@@ -60,7 +61,7 @@ def as_before(monkeypatch):
 
 @pytest.mark.parametrize("words", [["--quiet", "--tasks", "t"], ["demo-bd", "--quiet"], ["--tasks", "t"]])
 def test_quiet_is_ours(words, checked, as_before):
-    assert "--quiet" not in run._named(words)
+    assert "--quiet" not in run._named(words)[0]
 
     expected = QUIET if "--quiet" in words else as_before
     assert expected.items() <= os.environ.items()
@@ -211,3 +212,35 @@ def test_windows_that_differ_under_verify_end_in_exit_code_1_with_results(comman
         assert "1 of 1 windows differ" in printed.out
     assert "1 of 1 windows differ" in printed.err.splitlines()[-1]
     assert list(tmp_path.rglob("results_*.json" if command == "run" else "out.json"))
+
+
+# ---------------------------------------------------------------- files of text
+
+ABOUT_TEXTS = (["--lines"], ["--field", "body"], ["--lines", "--field", "body"])
+
+
+@pytest.mark.parametrize("flags", ABOUT_TEXTS, ids=" ".join)
+@pytest.mark.parametrize("tasks", ["sotu", "duel_infill", "wikitext", "sotu,wikitext"])
+def test_flags_of_texts_without_a_text_are_refused(flags, tasks, monkeypatch):
+    monkeypatch.setattr(run, "_execute", lambda cli, args: pytest.fail("the command runs"))
+    for command in (run.main, audit.parse, inspect.parse):
+        with pytest.raises(UsageError, match=flags[0]):
+            command(["demo-mdm", "--tasks", tasks, *flags])
+
+
+def test_flags_of_texts_are_taken_with_a_text_or_a_task_that_may_read_one(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(run, "_execute", lambda cli, args: ran.append(args.metadata))
+    monkeypatch.setattr(run, "_task_files", lambda names, folders: contextlib.nullcontext())
+    text = tmp_path / "notes.txt"
+    text.write_text("a b\n")
+    own = tmp_path / "own.yaml"
+    own.write_text("task: own\n")
+    of_user = f"own --include_path {tmp_path}"
+    for tasks in (f"sotu,{text}", f"{tmp_path}", "duel_text", "duel_text_wrapped", f"{own}", of_user):
+        words = ["demo-mdm", "--lines", "--tasks", *tasks.split()]
+        run.main(words)
+        assert ran.pop()["lines"] is True
+        for command in (audit.parse, inspect.parse):
+            assert command(words).metadata["lines"] is True
+    inspect.parse(["demo-mdm", "--tasks", "sotu", "--files", str(text), "--lines"])

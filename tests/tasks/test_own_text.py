@@ -180,7 +180,7 @@ def test_documents_and_rows_of_own_texts(tmp_path, folder):
     assert documents["text"] == ["a b c d", "e d c b a"]
     assert documents["duel_tokens"] == [4, 5]
 
-    packed = tasks.own_rows(**model, length=5)["test"]
+    packed = tasks.own_rows(**model, length=5, scoring="joint")["test"]  # the latter is another task's
     assert [len(ids.split()) for ids in packed["ids"]] == [5, 5, 5]  # 9 tokens between two special ones, three a row
     with pytest.raises(DuelError, match="name them: --metadata"):
         tasks.own_documents(tokenizer=folder)
