@@ -11,17 +11,18 @@ examples/paper.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, nearest, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, marked_with_remark, names_of_compared
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
-from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Table, form_of, number
+from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, form_of, number
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
@@ -49,8 +50,8 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
                 raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
             for line in reader:
                 try:
-                    figures.append(_figure(line))
-                except (DuelError, ValueError) as error:
+                    figures.append({**_figure(line), "file": str(name)})
+                except DuelError as error:
                     raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
     return figures
 
@@ -65,9 +66,20 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     figure["estimator"] = entry.name
     figure["display"] = entry.title
     figure["bound"] = entry.kind.is_bound
-    figure["value"] = float(figure["value"])
-    figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
+    figure["value"] = _number("value", figure["value"])
+    figure["stderr"] = _number("stderr", figure["stderr"]) if figure["stderr"] else None
     return figure
+
+
+def _number(column: str, text: str) -> float:
+    """The number in a cell; raises DuelError, which names its column, for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise DuelError(f"the column {column} takes a number; got {text!r}.")
+    return value
 
 
 def _estimator(name: str) -> registry.Entry:
@@ -76,6 +88,23 @@ def _estimator(name: str) -> registry.Entry:
         if name.casefold() in (entry.title.casefold(), entry.display.casefold()):
             return entry
     return registry.find(name)
+
+
+def without_results(figures: Iterable[Mapping[str, Any]], tasks: Iterable[str]) -> list[Note]:
+    """A note for each file of a user's with figures of tasks that no result has, and the nearest that one has."""
+    missing: dict[str, dict[str, None]] = {}  # tasks by file
+    known = [*tasks]
+    for figure in figures:
+        if figure["task"] not in known and figure["file"] != PAPER:  # the paper's are for every report
+            missing.setdefault(figure["file"], {})[figure["task"]] = None
+    notes = []
+    for file, names in missing.items():
+        listed = []
+        for name in names:
+            near = nearest(name, known)
+            listed.append(f"{name} (did you mean {near[0]}?)" if near else name)
+        notes.append(Note(advice=f"--published {file}: no result has the task {', '.join(listed)}"))
+    return notes
 
 
 def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -132,6 +132,10 @@ def collect(options: argparse.Namespace) -> Report:
     notes += apart
     notes.append(_shown_once(tasks))
 
+    tasks_of_runs: dict[str, None] = dict.fromkeys(tasks)  # by their labels, too
+    for run in runs:
+        tasks_of_runs |= dict.fromkeys(run.every_task)
+    notes += published.without_results(options.published, tasks_of_runs)
     if options.figures and not figures.available():
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from results import documents, hf, ours, three_documents
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import columns, page
+from lm_eval_duel.results import columns, page, published
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.page_columns import columns_of, with_minus_signs
 
@@ -123,3 +123,33 @@ def test_a_rank_that_no_interval_decides_is_marked(tmp_path):
 def marks_below_ranks(content):
     rank = columns_of(content)[0]
     return [rank.below(row) for row in content.standings.rows]
+
+
+def figures(file, *tasks, value="3", stderr=""):
+    lines = [",".join((*published.NEEDED, "stderr"))]
+    for task in tasks:
+        lines.append(f"M,duel,{task},token_perplexity,{value},s,{stderr}")
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def test_published_figures_of_no_result_are_named_with_the_nearest_task(tmp_path):
+    ours(tmp_path / "in", docs=three_documents("sotu", "news"))
+    mistyped = figures(tmp_path / "mistyped.csv", "sotuu", "sotu", "sotuu", "wikitext")
+    right = figures(tmp_path / "right.csv", "news")
+
+    content = board(tmp_path / "in", "--published", mistyped, right, published.PAPER)
+
+    [note] = [str(note) for note in content.notes if "--published" in str(note)]
+    assert mistyped in note
+    assert note.count("sotuu (did you mean sotu?)") == 1
+    assert note.endswith(" wikitext")
+    assert note in reports.console(content)
+
+
+@pytest.mark.parametrize("wrong", ["abc", "nan", "inf", "12,5"])
+def test_a_published_number_that_is_none_is_named_with_its_line_and_column(tmp_path, wrong):
+    for column in ("value", "stderr"):
+        file = figures(tmp_path / "p.csv", "sotu", **{column: f'"{wrong}"'})
+        with pytest.raises(DuelError, match=f"line 2.*{column}.*{wrong}"):
+            published.read([file])

@@ -416,7 +416,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     "lines, message",
     [
         ("model,estimator,task,metric,value,sauce\n", "no column source"),
-        ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: could not convert"),
+        ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: .*column value"),
         ("H\nA,duel,t,ppl,3,s\n", "line 2: Unknown metric 'ppl'"),
         ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
     ],
