@@ -112,7 +112,11 @@ class Predictions:
         rows = self._row[in_lane]  # (c,)
         turn = torch.arange(len(self._row), device=rows.device) % len(rows)  # (C,)
         row = torch.where(in_lane, self._row, rows[turn])
-        return self._from_rows(slice(None), row, self._at, self.masked, self.all_mask)
+        others = self._from_rows(slice(None), row, self._at, self.masked, self.all_mask)
+        for name in vars(self):
+            if isinstance(getattr(Predictions, name, None), cached_property):
+                getattr(others, name)  # computed now, so that a rule that reads it does the same operations as before
+        return others
 
     def with_noise(self, seed: int) -> Predictions:
         """The same predictions with other float noise: each row of features and its statistics times nearly 1.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from lm_eval_duel.core.network import Network
     from lm_eval_duel.core.scores import Counts
+    from lm_eval_duel.rules.operation_checks import RecordedCall
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -38,6 +39,15 @@ ADVICE_ON_NAN = (
     "Statistics are NaN where a position is not masked. Take means, maxima and ranks over lanes.masked: with "
     "torch.nanmean, or after masked_fill(~lanes.masked, ...)."
 )
+FUNCTION = (
+    "A rule is a function of a lane's own predictions, masked positions, step and memory; anything else gives no "
+    "likelihood, so every value that was computed with it is suspect."
+)
+ADVICE_ON_LANES = (
+    "Compute means, maxima, sums and ranks in each lane, along dim=1, over lanes.masked: elsewhere the statistics are "
+    "NaN."
+)
+ADVICE_ON_RANDOM = "In place of random numbers, take a hash of the positions, as the rule random does."
 OTHERS = ("memory", "carried")  # fields of lanes that are several planes
 
 
@@ -68,18 +78,20 @@ class Checked(Around):
     """A user's rule with checks of what it returns. It may return the pick alone, without a `Decision`.
 
     The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
-    predictions, while no NaN may decide (`NoNaN`), at another step if the rule is `state_only`, with other predictions
-    in all lanes but one, and on this lane and the narrowest one alone. Picks and memory must agree, except in near
-    ties. The near ties of a rule without a decision_margin are not known, so it is asked once more with float noise in
-    its predictions. If it then decides differently, or for a lane alone, this is counted and logged. The checks detect
-    a rule that is no function of a lane's predictions, but they prove nothing; `verify` asks again.
+    predictions, while no NaN may decide (`NoNaN`); on the same again, while operations must get the same numbers
+    (operation_checks.py); at another step if the rule is `state_only`; and for a lane and the narrowest one, with other
+    predictions in all other lanes, and alone. Picks and memory must agree, except in near ties.
+
+    The near ties of a rule without a decision_margin are not known, so it is asked once more with float noise in its
+    predictions. If it then decides differently, or for a lane alone, this is counted and logged. The checks detect a
+    rule that is no function of a lane's predictions, but they prove nothing; `verify` asks again.
 
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
     Raises:
         DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, changed
             the lanes, or let a NaN decide.
-        InconsistentOutput: it decided differently when it was asked again.
+        InconsistentOutput: it decided differently when it was asked again, or its operations got other numbers.
         RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set
             and its step or memory moves on, for 4,096 steps of a block.
     """
@@ -125,6 +137,7 @@ class Checked(Around):
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
         from lm_eval_duel.rules.nan_checks import NoNaN
+        from lm_eval_duel.rules.operation_checks import AskedAgain, RecordedCall
 
         self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
@@ -135,11 +148,14 @@ class Checked(Around):
         if decision.decision_margin is not None and decision.decision_margin.isnan().any():
             raise DuelError(f"{self._with_place}: its decision_margin is NaN. {ADVICE_ON_NAN}")
         near = decision.near_tie  # (R,)
-        with NoNaN(lanes.masked):
+        operations = RecordedCall(lanes.masked.numel())
+        with NoNaN(lanes.masked), operations:
             again = self._decided(predictions, lanes)
         if not _agree(decision, again, ~near):
             self._differs("when it was asked again")
             return decision
+        with AskedAgain(operations):
+            self._decided(predictions, lanes)
         if self.rule.state_only:
             later_lanes = dataclasses.replace(lanes, step=lanes.step + 1)
             later = self._decided(predictions, later_lanes)
@@ -147,10 +163,9 @@ class Checked(Around):
                 self._differs("at another step, which it does not read according to its state_only = True")
                 return decision
 
-        lane = self._lane_to_ask(lanes)
-        if predictions is not None and len(lanes) > 1:
-            self._require_own_lane(decision, predictions, lanes, lane)
-        for each in sorted({lane, self._narrowest(lanes)}):
+        for each in sorted({self._lane_to_ask(lanes), self._narrowest(lanes)}):
+            if predictions is not None and len(lanes) > 1:
+                self._require_own_lane(decision, operations, predictions, lanes, each)
             if not self._is_same_alone(decision, predictions, lanes, each):
                 return decision
         if predictions is not None and decision.decision_margin is None:
@@ -188,16 +203,25 @@ class Checked(Around):
         self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
         return False
 
-    def _require_own_lane(self, decision: Decision, predictions: Any, lanes: Any, lane: int) -> None:
+    def _require_own_lane(
+        self, decision: Decision, operations: RecordedCall, predictions: Any, lanes: Any, lane: int
+    ) -> None:
         """Raise InconsistentOutput if the decision in a lane changes with the predictions in other lanes.
 
-        Alone, a lane has other shapes, and a sum over them other float noise. Here nothing of the lane changes, not one
-        bit, so a different decision is no near tie in any dtype.
+        Or if one of its `operations` does. Alone, a lane has other shapes, and a sum over them other float noise. Here
+        nothing of the lane changes, not one bit, so a different decision is no near tie in any dtype.
         """
         import torch
 
+        from lm_eval_duel.rules.operation_checks import OthersChanged
+
+        others = predictions.with_lane_elsewhere(lane)
         try:
-            with_others = self._decided(predictions.with_lane_elsewhere(lane), lanes)
+            with OthersChanged(operations, lane, lanes.masked.shape):
+                with_others = self._decided(others, lanes)
+        except InconsistentOutput as error:
+            error.lane = lane
+            raise
         except DuelError:  # in a lane whose memory and predictions do not fit each other, which proves nothing
             return
         only = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
@@ -207,9 +231,7 @@ class Checked(Around):
         self.counts.decisions_differing += 1
         raise InconsistentOutput(
             f"{self._with_place} reads other lanes: it decided otherwise for a lane when only the predictions in other "
-            "lanes changed. A rule is a function of a lane's own predictions, masked positions, step and memory; "
-            "under any other, every value is suspect. Compute means, sums and ranks in each lane, along dim=1, over "
-            "lanes.masked: elsewhere the statistics are NaN.",
+            f"lanes changed. {FUNCTION} {ADVICE_ON_LANES}",
             lane=lane,
         )
 
@@ -225,9 +247,7 @@ class Checked(Around):
             )
         elif not is_coarse(self.network):
             raise InconsistentOutput(
-                f"{self._with_place} is not deterministic: it decided otherwise {when}. A rule is a function of a "
-                "lane's own predictions, masked positions, step and memory; anything else gives no likelihood, so "
-                "every value that was computed with it is suspect.",
+                f"{self._with_place} is not deterministic: it decided otherwise {when}. {FUNCTION}",
                 lane=lane,
             )
 
@@ -236,6 +256,7 @@ class Checked(Around):
         import torch
 
         from lm_eval_duel.rules.nan_checks import DecidedByNaN
+        from lm_eval_duel.rules.operation_checks import DrawsNumbers, ReadsOtherLanes
 
         try:
             returned: Any = self.rule(predictions, lanes)
@@ -243,6 +264,15 @@ class Checked(Around):
             raise
         except DecidedByNaN as error:
             raise DuelError(f"Rule {self}: {error} ({_line_of(self.rule, error)}). {ADVICE_ON_NAN}") from error
+        except (DrawsNumbers, ReadsOtherLanes) as error:
+            self.counts.decisions_differing += 1
+            what = "is not deterministic"
+            advice = ADVICE_ON_RANDOM
+            if isinstance(error, ReadsOtherLanes):
+                what = "reads other lanes"
+                advice = ADVICE_ON_LANES
+            line = _line_of(self.rule, error)
+            raise InconsistentOutput(f"Rule {self} {what}: {error} ({line}). {FUNCTION} {advice}") from error
         except Exception as error:
             reads_none = predictions is None and self.rule.fixed
             advice = " It declares fixed = True, so it gets no predictions: leave fixed out." if reads_none else ""
