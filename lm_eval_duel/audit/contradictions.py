@@ -93,6 +93,8 @@ def _over_all_orders(estimator: Estimator, windows: Sequence[CheckedWindow]) -> 
     name = "elbo_exact" if isinstance(estimator, Elbo) else "oracle"
     left = STATES
     for n, each in enumerate(windows):
+        if each.log_prob == -math.inf:  # it is below every other value
+            continue
         network = one_row(estimator.denoiser, each.window, estimator.block, estimator.grid)
         if network is None or any(len(block) > SMALL for block in network.blocks):
             continue

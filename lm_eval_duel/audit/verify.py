@@ -25,6 +25,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import counted, first_line
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
+from lm_eval_duel.text.annotated import document_of
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Verification:
             score = self.scores[index, part]
             request = requests[index]
             option = f", option {request.idx}" if request.idx else ""
-            where = f"task {request.task_name}, document {request.doc_id}{option}, window {part}"
+            where = f"task {request.task_name}, document {document_of(request)}{option}, window {part}"
             window = self.windows[index][part]
             again = recompute(estimator, window, score)
             checked.append(CheckedWindow(where, window, score.log_prob, again, index, score))

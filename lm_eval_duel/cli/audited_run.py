@@ -117,7 +117,9 @@ class Audit:
         compared = []
         windows = self._compared_with_the_reference
         if windows:
-            compared.append(f"{counted(len(windows), 'window')} with the reference")
+            by_tokens = sum(each.log_prob == -math.inf for each in windows)
+            alone = f" ({by_tokens} of probability 0, by the single tokens alone)" if by_tokens else ""
+            compared.append(f"{counted(len(windows), 'window')} with the reference{alone}")
         compared += [finding.what for finding in self.network]
         compared += dict.fromkeys(self.comparisons.compared)
         if self.lines:
@@ -140,7 +142,7 @@ class Audit:
             missing.append(f"{counted(count, 'window')} ({reason})")
         impossible = sum(each.log_prob == -math.inf and not each.all_zero for each in self.checked)
         if impossible:
-            missing.append(f"the sums of {counted(impossible, 'window')} of probability 0 (only their single tokens)")
+            missing.append(f"the sums of {counted(impossible, 'window')} of probability 0")
         return missing
 
 

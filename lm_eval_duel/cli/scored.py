@@ -200,7 +200,8 @@ def _rate(metric: str, drawn: bool) -> Callable[[Line], str]:
 
 def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
     """The scores of texts under a model of the harness; None on ranks other than the first."""
-    from lm_eval_duel.harness.requests import FILE, make_request
+    from lm_eval_duel.harness.requests import make_request
+    from lm_eval_duel.text.annotated import FILE
 
     lengths = [1 + len(text) for _, text in texts]
     mine = lm.ranks.deal(lengths)  # the indices of this rank's texts

@@ -14,15 +14,13 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.vocabulary import added_tokens
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.tasks.data import TOKENS
-from lm_eval_duel.text.annotated import Gap
+from lm_eval_duel.text.annotated import Gap, document_of
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
-
-FILE = "file of this document"  # an entry of documents that are the user's own files
 
 
 class Batch(NamedTuple):
@@ -65,13 +63,6 @@ def _identity(request: Instance) -> Any:
     if not was_made_by_a_task:  # nothing says what it is
         return id(request)
     return request.task_name, request.doc_id, request.idx, repr(request.args)
-
-
-def document_of(request: Instance) -> Any:
-    """The name of a request's document: its file, if it is one, else its number."""
-    if isinstance(request.doc, dict):
-        return request.doc.get(FILE, request.doc_id)
-    return request.doc_id
 
 
 def noun(kind: str) -> str:

@@ -32,7 +32,6 @@ from lm_eval_duel.harness.requests import (
     Batch,
     continuation_windows,
     difference_from_hf,
-    document_of,
     document_windows,
     name,
     random_order,
@@ -41,6 +40,7 @@ from lm_eval_duel.harness.stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.trace import Writer, record
+from lm_eval_duel.text.annotated import document_of
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:

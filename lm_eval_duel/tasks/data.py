@@ -25,7 +25,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.tasks import corpora, files, metadata
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
-from lm_eval_duel.text.annotated import TokenText, count_units
+from lm_eval_duel.text.annotated import FILE, TokenText, count_units
 
 if TYPE_CHECKING:
     import datasets
@@ -124,25 +124,36 @@ def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
     `model_args`: the model args, and `files`, `field` (text), `lines` (false), which docs/tasks.md explains.
     """
     settings = metadata.read(model_args)
-    texts = _own_texts(settings, "duel_text")
-    return _documents(texts, texts, load_tokenizer(model_args))
+    documents = _own_texts(settings, "duel_text")
+    texts = [document.text for document in documents]
+    split = _documents(texts, texts, load_tokenizer(model_args))
+    # lm-eval writes a digest of each document, by which reports pair the documents of two runs. The name of its file
+    # must not be part of it: a text is the same in another folder. So the column is there, but hidden.
+    shown = split["test"].column_names
+    named = split["test"].add_column(FILE, [document.name for document in documents])
+    return {"test": named.with_format(columns=shown)}
+
+
+def files_of_documents(dataset: datasets.Dataset) -> list[str]:
+    """The file of each of the user's own texts, and its line or row if the file holds several."""
+    return dataset.with_format(None)[FILE]
 
 
 def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
-    texts = _own_texts(settings, "duel_text_wrapped")
+    texts = [document.text for document in _own_texts(settings, "duel_text_wrapped")]
     return _rows(texts, settings, load_tokenizer(model_args), "duel_text_wrapped")
 
 
-def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
+def _own_texts(settings: dict[str, Any], task: str) -> list[files.OwnText]:
     patterns = metadata.files_of(settings, task)
     field = settings.get("field", "text")
     lines = settings.get("lines", False)
     documents = files.texts(patterns, field, lines, "--metadata field=")
     if lines:
         files.warn_of_unused_lines(patterns)
-    return [document.text for document in documents]
+    return documents
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import at_home
 from lm_eval_duel.errors import NEAR, DuelError, UsageError, about_file, first_line, nearest, unknown
 from lm_eval_duel.tasks import corpora, files
-from lm_eval_duel.tasks.data import task_files, task_folder
+from lm_eval_duel.tasks.data import files_of_documents, task_files, task_folder
+from lm_eval_duel.text.annotated import FILE
 
 if TYPE_CHECKING:
     import argparse
@@ -31,6 +32,7 @@ NAMED = re.compile(  # the names that a task file gives
     rb"""^["']?(?:task|group|tag)["']?: *["']?([\w.-]+)""", re.MULTILINE
 )
 OF_THE_HUB = re.compile(r"\bhub\b|huggingface|offline", re.IGNORECASE)  # in an error; not GitHub
+OWN_TEXTS = "duel_text"  # the task of files of text
 NO_YAML = (".py", ".pyc", ".md")  # files beside those of tasks; some that these include have no ending
 
 
@@ -47,7 +49,7 @@ def load(
     texts, others = parted(names)
     calls: list[tuple[list[str], dict[str, Any]]] = []  # tasks with one set of metadata
     if texts:
-        calls.append((["duel_text"], {**metadata, "files": texts}))
+        calls.append(([OWN_TEXTS], {**metadata, "files": texts}))
     if others:
         calls.append((others, metadata))
 
@@ -60,6 +62,10 @@ def load(
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
+        if texts and task.config.task == OWN_TEXTS:
+            names = list(files_of_documents(task.dataset["test"]))
+            for request in task.instances:
+                request.doc[FILE] = names[request.doc_id]
     return tasks
 
 

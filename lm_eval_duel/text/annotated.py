@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError
 
+FILE = "file of this document"  # an entry of documents that come from the user's own files
 BLIND = (
     "asks for the text between a prefix and a suffix, and this model sees the prefix only. Use --model duel-mdm with a "
     "bidirectional network, or rows without a suffix."
@@ -167,3 +168,10 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
             start = complete[0]
             done = tokenizer.decode(ids[start : n + 1])
     return pieces
+
+
+def document_of(request: Any) -> Any:
+    """The name of the document of a harness's request: its file, if it comes from one, else its number."""
+    if isinstance(request.doc, dict):
+        return request.doc.get(FILE, request.doc_id)
+    return request.doc_id

@@ -16,7 +16,7 @@ from lm_eval_duel.core.reveal import Interrupted
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, documentation
 from lm_eval_duel.estimators import totals
-from lm_eval_duel.tasks import data
+from lm_eval_duel.tasks import data, named
 from lm_eval_duel.text import text
 from lm_eval_duel.text.annotated import Units
 
@@ -61,7 +61,26 @@ def test_a_text_of_probability_0_is_compared_by_its_tokens_alone(folder, texts, 
 
     out = capsys.readouterr().out
     assert re.search(r"Not compared: .*the sums of \d+ windows? of probability 0", out)
+    assert re.search(r"windows? with the reference \(\d+ of probability 0, by the single tokens alone\)", out)
+    assert "best order" not in out
     assert "WARNING: the token perplexity of duel_text is infinite" in out
+
+
+def test_texts_have_the_names_of_their_files(folder, tmp_path, capsys, monkeypatch):
+    for name in ("one.txt", "other.txt"):
+        (tmp_path / name).write_text("m b c d e f g h")
+    files = f"{tmp_path}/one.txt,{tmp_path}/other.txt"
+    log_prob = predictions.Predictions.log_prob
+    monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
+
+    assert exit_code("audit", *command(folder, files, "--no_own_code")) == 1
+    printed = capsys.readouterr()
+    for name in ("one.txt", "other.txt"):
+        differs = f"task duel_text, document {tmp_path}/{name}, window 0"
+        assert differs in printed.out
+        assert differs in printed.err
+    documents = named.load([*files.split(",")], {"pretrained": str(folder)})[0].dataset["test"]
+    assert list(documents[0]) == ["text", data.TOKENS], "lm-eval's digest of a document has no name of a file"
 
 
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):

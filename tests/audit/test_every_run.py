@@ -53,7 +53,7 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
 }
 
 
-IMPOSSIBLE = "the sums of 1 window of probability 0 (only their single tokens)"
+IMPOSSIBLE = "the sums of 1 window of probability 0"
 NOT_COMPARED = {
     "rule=random,block=4": "how the rule decides (both sides run its own code, in 1 window)",
     "rule=greedy,block=4,temperature=0.7,top_k=30,top_p=0.9999": IMPOSSIBLE,
