@@ -250,10 +250,10 @@ def test_a_comparison_of_drawn_windows(off, coarse, fails_at, monkeypatch, caplo
     caplog.set_level(logging.INFO)
     drawn = verification(30)
     requests = [
-        SimpleNamespace(task_name="task", doc_id=10, idx=0),
-        SimpleNamespace(task_name="task", doc_id=11, idx=1),
-        SimpleNamespace(task_name=verify.OTHER_TEXTS, doc_id=12, idx=2),
-        SimpleNamespace(task_name="other", doc_id=13, idx=3),
+        SimpleNamespace(task_name="task", doc={}, doc_id=10, idx=0),
+        SimpleNamespace(task_name="task", doc={}, doc_id=11, idx=1),
+        SimpleNamespace(task_name=verify.OTHER_TEXTS, doc={}, doc_id=12, idx=2),
+        SimpleNamespace(task_name="other", doc={}, doc_id=13, idx=3),
     ]
     for request in (3, 1, 2, 0):
         drawn.keep(request, [Score(-1.0) for _ in range(3)])
