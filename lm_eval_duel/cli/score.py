@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> None:
     rank, ranks = process()
     with usage():
         texts = files.texts(options.file, options.field, options.lines)[: options.limit]
-        if options.lines and rank == 0:
-            files.warn_of_unused_lines(options.file)
+        if rank == 0:
+            files.warn_of_unused(options.file, options.field, options.lines)
         if len(texts) < ranks:
             raise too_few_documents("The input", len(texts), ranks)
     from lm_eval.utils import setup_logging

@@ -74,8 +74,7 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace, tasks: Sequence[Tas
     documents += continuation_windows(lm.text, continuations)
     if options.files:
         texts = files.texts(options.files, options.field, options.lines)
-        if options.lines:
-            files.warn_of_unused_lines(options.files)
+        files.warn_of_unused(options.files, options.field, options.lines)
         for text in texts[: options.limit]:
             documents.append(lm.text.windows(text.text))
     if not _scored(documents):

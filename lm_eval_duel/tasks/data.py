@@ -148,11 +148,10 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[files.OwnText]:
     patterns = metadata.files_of(settings, task)
-    field = settings.get("field", "text")
+    field = settings.get("field", files.DEFAULT_FIELD)
     lines = settings.get("lines", False)
     documents = files.texts(patterns, field, lines, "--metadata field=")
-    if lines:
-        files.warn_of_unused_lines(patterns)
+    files.warn_of_unused(patterns, field, lines)
     return documents
 
 

@@ -32,6 +32,7 @@ SAVED = "dataset_info.json"  # `save_to_disk` writes it next to a data set
 SPLITS = "dataset_dict.json"  # and this next to several splits of one
 PACKED = ".gz"
 STDIN = "-"
+DEFAULT_FIELD = "text"  # the column of texts
 NOT_BLANK = re.compile(r"\S")
 FEW_COLUMNS = 4  # with more, the only column of texts may be a name or a date
 LISTED = 5  # at most this many files that are not read are named
@@ -117,7 +118,7 @@ def left_out(pattern: str) -> str:
 
 
 def texts(
-    patterns: Sequence[str], field: str = "text", lines: bool = False, setting: str = "--field "
+    patterns: Sequence[str], field: str = DEFAULT_FIELD, lines: bool = False, setting: str = "--field "
 ) -> list[OwnText]:
     """The documents of files; what a folder holds besides is named in a warning.
 
@@ -150,15 +151,24 @@ def texts(
     return documents
 
 
-def warn_of_unused_lines(patterns: Sequence[str]) -> None:
-    """Log a warning for a user who sets `lines`, if no file of these names is split by it."""
+def warn_of_unused(patterns: Sequence[str], field: str, lines: bool) -> None:
+    """Log a warning for a user who sets `lines` or `field`, if no file of these names is read by it."""
+    plain_texts = 0
+    with_columns = 0
     for pattern in patterns:
-        if pattern == STDIN or any(ending(file) in PLAIN for file in find([pattern])):
-            return
-    log.warning(
-        "'lines' changes nothing here: it splits %s files, and each row of another file is a document by itself",
-        " and ".join(PLAIN),
-    )
+        for file in [None] if pattern == STDIN else find([pattern]):
+            if file is None or ending(file) in PLAIN:
+                plain_texts += 1
+            else:
+                with_columns += 1
+    plain = " and ".join(PLAIN)
+    if lines and not plain_texts:
+        log.warning(
+            "'lines' changes nothing here: it splits %s files, and each row of another file is a document by itself",
+            plain,
+        )
+    if field != DEFAULT_FIELD and not with_columns:
+        log.warning("'field' changes nothing here: it names a column, and %s files have none", plain)
 
 
 def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:

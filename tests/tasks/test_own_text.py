@@ -444,17 +444,22 @@ def test_a_column_that_the_task_needs_is_not_taken_for_one_that_the_user_named()
         files.column("a.jsonl:1", {"prefix": "x", "tarjet": "y"}, "target")
 
 
-def test_lines_that_split_no_file_are_named_in_a_warning(tmp_path, caplog):
-    table = rows(tmp_path, "a.jsonl", {"text": "a b"})
-    text = write(tmp_path, "a.txt", "a\nb\n")
-    for patterns in ([table, text], [str(tmp_path)], ["-"]):
-        files.warn_of_unused_lines(patterns)
+def test_a_setting_by_which_no_file_is_read_is_named_in_a_warning(tmp_path, caplog):
+    table = rows(tmp_path, "a.jsonl", {"page": "a b"})
+    text = write(tmp_path, "a.txt", "a b\n")
+    for patterns in ([table, text], [str(tmp_path)]):
+        files.warn_of_unused(patterns, "page", lines=True)
+    files.warn_of_unused(["-"], "text", lines=True)
+    files.warn_of_unused([table], "page", lines=False)
+    files.warn_of_unused([text], "text", lines=True)
     assert not caplog.messages
 
-    [document] = data.own_documents(files=table, lines=True, pretrained="demo-mdm")["test"]
-    assert document["text"] == "a b"
-    [message] = caplog.messages
-    assert "'lines'" in message
+    for file, field, lines, setting in ((table, "page", True, "'lines'"), (text, "page", False, "'field'")):
+        [document] = data.own_documents(files=file, field=field, lines=lines, pretrained="demo-mdm")["test"]
+        assert document["text"] == "a b"
+        [message] = caplog.messages
+        assert setting in message
+        caplog.clear()
 
 
 def test_a_comma_without_a_name_behind_it_names_no_task():
