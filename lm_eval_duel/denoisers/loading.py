@@ -133,13 +133,18 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     Raises:
         DuelError: If there is none.
     """
+    return tokenizer_of(arguments, "tokenizer=")
+
+
+def tokenizer_of(arguments: Mapping[str, Any], setting: str) -> PreTrainedTokenizerBase:
+    """The same. `setting`: what the user sets to name another one, for the error."""
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False
     is_named = bool(arguments.get("tokenizer"))
     if not is_named and _is_dit_without_tokenizer(name, revision):
-        return vocabulary.load_tokenizer(DIT_TOKENIZER, trusted, "main")
-    return vocabulary.load_tokenizer(name, trusted, revision)
+        return vocabulary.load_tokenizer(DIT_TOKENIZER, trusted, "main", setting)
+    return vocabulary.load_tokenizer(name, trusted, revision, setting)
 
 
 def _is_dit_without_tokenizer(name: str, revision: str) -> bool:

@@ -22,10 +22,6 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  # at least one of them
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
-TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
-NO_TOKENIZER_REMEDY = (
-    "Write it there with tokenizer.save_pretrained(folder), or pass another one: tokenizer=<a folder or hub name>."
-)
 LIKE_MASK = re.compile(r"[<\[].*mask.*[>\]]", re.IGNORECASE)  # <|mask|>, [MASK], <|mdm_mask|>
 SHORT_TEXTS = ("a", "A", "the", "0")  # likely to be ordinary tokens
 TRIED = 1000  # ordinary tokens that are tried as texts after them
@@ -43,25 +39,34 @@ def has_tokenizer(path: str, revision: str) -> bool:
     return any(map(is_there, TOKENIZER_FILES))
 
 
-def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Dream's has its own code, but is Qwen2's with other special tokens."""
+def load_tokenizer(
+    path: str, trust_remote_code: bool, revision: str, setting: str = "tokenizer="
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Dream's has its own code, but is Qwen2's with other special tokens.
+
+    `setting`: what the user sets to name another one, for the error.
+    """
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
     configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
     try:
-        with explained(path, "read config and tokenizer of", TOKENIZER_REMEDY):
+        remedy = f"To use another one, pass {setting}<a folder or hub name>."
+        with explained(path, "read config and tokenizer of", remedy):
             tokenizer = _read_tokenizer(path, trust_remote_code, revision)
     finally:
         configs.setLevel(level)
     # Without a file, some classes build a tokenizer of special tokens alone.
-    ordinary = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+    ordinary = set() if tokenizer is None else set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     if not ordinary:
-        raise DuelError(f"There is no tokenizer in {path}. {NO_TOKENIZER_REMEDY}")
+        raise DuelError(
+            f"There is no tokenizer in {path}. Write it there with tokenizer.save_pretrained(folder), or pass another "
+            f"one: {setting}<a folder or hub name>."
+        )
     return tokenizer
 
 
-def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers reads; raises its errors, and DuelError if there is none in a folder."""
+def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that transformers reads, None if there is none in a folder; raises the errors of transformers."""
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         return AutoTokenizer.from_pretrained(path, **options)
@@ -69,7 +74,7 @@ def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTra
         return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
     except Exception:
         if os.path.isdir(path) and not has_tokenizer(path, revision):
-            raise DuelError(f"There is no tokenizer in {path}. {NO_TOKENIZER_REMEDY}") from None
+            return None
         config = get_tokenizer_config(path, revision=revision)
         if config.get("tokenizer_class") not in QWEN2_TOKENIZERS:
             raise

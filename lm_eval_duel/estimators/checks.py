@@ -307,7 +307,7 @@ def _of_attention(case: WindowCase) -> Iterator[str]:
     denoiser = case.denoiser
     window = case.window
     if window.suffix and window.target and denoiser.attention == "causal":
-        yield "has a suffix, which a causal network never sees. Leave it out."
+        yield "has a suffix, which a causal network never sees. Leave it out, or score it with a bidirectional one."
     by_blocks = denoiser.block and denoiser.attention != "bidirectional"
     if window.suffix and window.target and by_blocks and window.length > case.border:
         yield (

@@ -10,7 +10,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.runs import Run, Task
 from lm_eval_duel.results.table import number
 
-TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
+TWIN = "score it with lm-eval-duel run --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
+TWIN_IN_SCORE = "name one to lm-eval-duel score: --compare pretrained=...,estimator=ar"
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
 SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
 SAME_WINDOWS = (

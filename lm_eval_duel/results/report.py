@@ -282,7 +282,7 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     causal = [run for run in runs if run.config.autoregressive]
     if len(causal) == len(runs):  # there is nothing to measure a gap of
         return [], Note()
-    note = _no_baseline(causal)
+    note = _no_baseline(causal, runs)
     if note:
         return [], note
     kept: dict[str, Run] = {}
@@ -317,11 +317,13 @@ def _baseline_of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -
     return found
 
 
-def _no_baseline(causal: Sequence[Run]) -> Note:
-    """The reason that runs of autoregressive models are no baseline; empty if they are of one model."""
+def _no_baseline(causal: Sequence[Run], runs: Sequence[Run]) -> Note:
+    """The reason that those of `runs` that are autoregressive are no baseline; empty if they are of one model."""
     models = {run.key: run.label for run in causal}
     if not models:
-        return Note("No gaps: gap closed needs an autoregressive result.", match.TWIN)
+        of_score = all("scored" in run.content for run in runs)
+        advice = match.TWIN_IN_SCORE if of_score else match.TWIN
+        return Note("No gaps: gap closed needs an autoregressive result.", advice)
     if len(models) == 1:
         return Note()
     several = f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())})."

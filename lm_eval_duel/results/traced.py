@@ -231,6 +231,6 @@ def _load(tokenizer: str) -> Any:
     """A tokenizer, loaded when it is needed; raises DuelError if it cannot be."""
     if not tokenizer:
         raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
-    from lm_eval_duel import denoisers
+    from lm_eval_duel.denoisers.loading import tokenizer_of
 
-    return denoisers.load_tokenizer({"tokenizer": tokenizer})
+    return tokenizer_of({"tokenizer": tokenizer}, "--tokenizer ")

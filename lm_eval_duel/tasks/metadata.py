@@ -127,15 +127,12 @@ def files_of(settings: dict[str, Any], task: str) -> list[str]:
 
 def load_tokenizer(metadata: dict[str, Any]) -> Any:
     """The tokenizer that the model args name."""
-    from lm_eval_duel import denoisers
+    from lm_eval_duel.denoisers.loading import tokenizer_of
 
     try:
-        return denoisers.load_tokenizer(metadata)
+        return tokenizer_of(metadata, "--metadata tokenizer=")
     except DuelError as error:
-        raise DuelError(
-            "Token perplexity needs the model's tokenizer; name one with --metadata tokenizer=<folder or hub name>. "
-            f"{error}"
-        ) from None
+        raise DuelError(f"Token perplexity needs the model's tokenizer. {error}") from None
 
 
 def encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:

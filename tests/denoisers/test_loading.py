@@ -16,12 +16,14 @@ from networks import load, refused, written
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.denoisers import load_tokenizer, self_tests
 from lm_eval_duel.denoisers import refused as refusals
-from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import family_by_tensors
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.vocabulary import find_mask_id
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import traced
+from lm_eval_duel.tasks import metadata
 
 # ---------------------------------------------------------------- what a checkpoint is taken for
 
@@ -228,3 +230,22 @@ def test_a_mask_that_is_not_the_tokenizers_is_named(caplog):
     denoisers.load(device="cpu", mask_token_id=300)
     [warning] = warnings()
     assert warning.args[1:] == (300, "ro", 2, "<|mask|>")
+
+
+ANOTHER = "<a folder or hub name>"
+
+
+@pytest.mark.parametrize("name", ["empty", "./none", "org/none"])
+def test_another_tokenizer_is_named_as_the_command_takes_it(name, tmp_path, monkeypatch):
+    """By the model arg, the metadata of a task, or the flag of `report`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for read, setting in (
+        (load_tokenizer, "tokenizer="),
+        (metadata.load_tokenizer, "--metadata tokenizer="),
+        (lambda given: traced._load(given["tokenizer"]), "--tokenizer "),
+    ):
+        with pytest.raises(DuelError) as raised:
+            read({"tokenizer": name})
+        assert str(raised.value).endswith((f" pass {setting}{ANOTHER}.", f" one: {setting}{ANOTHER}."))
+        assert str(raised.value).count(ANOTHER) == 1

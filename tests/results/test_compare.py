@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from results import text_score
+from results import ours, text_score, three_documents
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
@@ -14,6 +14,7 @@ from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.read import SCORE_VERSION
+from lm_eval_duel.results.report import baseline
 from lm_eval_duel.results.runs import SCHEMA
 
 SIZE = 40
@@ -224,6 +225,22 @@ def test_a_score_file_of_another_version_is_refused(tmp_path):
 
     with pytest.raises(DuelError, match="version"):
         read.runs([file])
+
+
+@pytest.mark.parametrize("of_score", [True, False])
+def test_a_missing_baseline_is_made_by_the_command_of_the_results(tmp_path, of_score):
+    if of_score:
+        file = tmp_path / "A.json"
+        file.write_text(json.dumps(score_file("A", scores())))
+        runs = read.runs([file])
+    else:
+        runs = read.runs([ours(tmp_path, docs=three_documents("sotu"))])
+
+    _, note = baseline(runs)
+
+    assert ("--compare" in note.advice) == of_score
+    assert ("--model_args" in note.advice) != of_score
+    assert "estimator=ar" in note.advice
 
 
 def score_file(name, scores_of_texts):

@@ -84,7 +84,7 @@ def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, 
     difference = f"{re.escape(field)}: {pattern(first)} in {file}, but {pattern(second)} in {file}"
     refusal = f"^token_perplexity of sotu cannot be compared: {difference}. To compare, "
     if field == "windows":
-        refusal += "score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar"
+        refusal += "score ARM with lm-eval-duel run .*pretrained=ARM,estimator=ar"
     with pytest.raises(DuelError, match=refusal):
         run(tmp_path)
 
