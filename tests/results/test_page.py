@@ -177,7 +177,7 @@ def test_the_table_of_the_bundled_results_fits_a_laptop(chromium, tmp_path):
 
 
 def test_the_bundled_page_opens_on_two_rules_of_one_model_part_way(chromium, tmp_path):
-    """And with more columns than fit, each row has its method below its name."""
+    """And with more columns than fit, each row has its method below its name, and a line says that there are more."""
     results = demo.FOLDER / "results"
     words = ["--traces", str(results / "traces"), "--page", "--figures", "none", "--out", str(tmp_path)]
     report.main([str(results), *words])
@@ -194,10 +194,13 @@ def test_the_bundled_page_opens_on_two_rules_of_one_model_part_way(chromium, tmp
         assert 0 < chromium.run(masked) < chromium.run(spans)
 
     visible = '[...document.querySelectorAll("#board tr.row .k-model small")].map((name) => name.checkVisibility())'
+    more = 'document.querySelector("p.more").checkVisibility()'
     assert not any(chromium.run(visible))
+    assert not chromium.run(more)
     chromium.run('document.querySelector("[data-group=source]").click()')
     chromium.run('document.querySelector("[data-group=lowest]").click()')
     assert all(chromium.run(visible))
+    assert chromium.run(more)
     chromium.call("Emulation.clearDeviceMetricsOverride")
 
 
