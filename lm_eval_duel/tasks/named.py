@@ -249,17 +249,17 @@ def is_text(name: str) -> bool:
     return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())
 
 
-def metadata_of_texts(options: argparse.Namespace, files: Sequence[str] = ()) -> dict[str, Any]:
+def metadata_of_texts(options: argparse.Namespace, texts: Sequence[str] = ()) -> dict[str, Any]:
     """The metadata that --lines and --field stand for.
 
-    `files`: of text, which another flag names. Raises UsageError if there are none, and no task reads any.
+    `texts`: files of text that another flag names. Raises UsageError if there are none, and no task reads any.
     """
     metadata: dict[str, Any] = {}
     if options.lines:
         metadata["lines"] = True
-    if options.field != "text":
+    if options.field != files.DEFAULT_FIELD:
         metadata["field"] = options.field
-    if not files:
+    if not texts:
         require_texts(metadata, options.tasks or (), has_own=options.include_path is not None)
     return metadata
 
