@@ -142,6 +142,7 @@ class OthersChanged(ComparedCall):
 
     An operation raises ReadsOtherLanes if it puts numbers of this lane, which are the same as before while those of
     other lanes are not, together with a number that has changed. So an operation on another lane alone raises nothing.
+    Numbers of lanes are known by their shape: (R, W), and (R, 1) or (R,) if R is not W.
 
     Args:
         before: The call before.
@@ -152,8 +153,10 @@ class OthersChanged(ComparedCall):
     def __init__(self, before: RecordedCall, lane: int, shape: torch.Size):
         super().__init__(before)
         self.lane = lane
-        count = shape[0]
-        self.of_lanes = (shape, torch.Size((count, 1)), torch.Size((count,)))
+        count, width = shape
+        self.of_lanes = [shape]
+        if count != width:  # else these may be positions of one lane, in a loop over lanes
+            self.of_lanes += [torch.Size((count, 1)), torch.Size((count,))]
 
     def compare(self, before: Operation, now: Operation) -> None:
         if now.function.overloadpacket not in BETWEEN_TWO:
@@ -164,7 +167,8 @@ class OthersChanged(ComparedCall):
         is_changed = []
         for old, new in zip(before.values, now.values, strict=True):
             same = not _differ(self._in_lane(old, now.shape), self._in_lane(new, now.shape))
-            is_own.append(same and _differ(old, new))
+            has_lanes = isinstance(old, torch.Tensor) and old.shape == now.shape
+            is_own.append(has_lanes and same and _differ(old, new))
             is_changed.append(not same)
         if any(is_own) and any(is_changed):
             raise ReadsOtherLanes(
@@ -187,7 +191,11 @@ def _differ(old: Any, new: Any) -> bool:
         return bool(old != new and not (old != old and new != new))  # NaN is itself
     if not old.is_floating_point():
         return not old.equal(new)
-    if equal_or_nan(old, new).all():
+    changed = ~equal_or_nan(old, new)
+    if not changed.any():
         return False
     limit = max(FLOOR, 8 * torch.finfo(old.dtype).eps)
-    return difference(old, new, magnitude(old.reshape(1, -1), SMALLEST)) > limit
+    # A constant such as -1e9, in place of positions that are not masked, is not the size of the numbers beside it.
+    least = magnitude(old.reshape(1, -1), SMALLEST).clamp(max=1.0)
+    size = torch.maximum(magnitude(old[changed][None], SMALLEST), least)
+    return difference(old[changed], new[changed], size) > limit

@@ -75,8 +75,7 @@ def test_the_error_names_the_operation_and_its_line(tmp_path):
     assert "'rand_like'" in str(error.value)
 
 
-def filled(predictions, lanes):
-    return predictions.confidence.masked_fill(~lanes.masked, -1e3)
+FILLS = (-1e3, -1e9, torch.finfo(torch.float32).min)  # in place of positions that are not masked
 
 
 OF_ALL = {  # all are false everywhere, so that no pick ever changes
@@ -123,10 +122,11 @@ class Above(rules.Rule):
 
     name: str
     of: str = "all"
+    fill: float = FILLS[0]
 
     def __call__(self, predictions, lanes):
         functions = OF_ALL if self.of == "all" else OF_EACH
-        above = functions[self.name](filled(predictions, lanes))
+        above = functions[self.name](predictions.confidence.masked_fill(~lanes.masked, self.fill))
         return best(predictions.confidence, lanes) | (lanes.masked & above)
 
 
@@ -137,11 +137,20 @@ def test_numbers_of_other_lanes_are_found_without_another_pick(name):
     assert __file__ in str(error.value)
 
 
-@pytest.mark.parametrize("length", [3, 4, 6])  # with as many lanes as positions, too
+@pytest.mark.parametrize("fill", FILLS[1:])
+@pytest.mark.parametrize("name", ["a maximum", "a difference"])
+def test_a_large_constant_in_other_positions_hides_nothing(name, fill):
+    with pytest.raises(InconsistentOutput, match="other lanes"):
+        Duel(Toy(length=12), Above(name, fill=fill), 6).log_prob(WINDOWS)
+
+
+@pytest.mark.parametrize(("lanes", "length"), [(3, 4), (3, 6), (4, 4), (6, 6)])  # with as many lanes as positions, too
 @pytest.mark.parametrize("name", OF_EACH)
-def test_numbers_of_each_lane_are_not(name, length):
-    windows = [Window((), window.target[:length]) for window in WINDOWS if len(window.target) >= length]
-    windows.append(Window((1,), (2,) * length))
+def test_numbers_of_each_lane_are_not(name, lanes, length):
+    windows = []
+    for n in range(lanes):
+        target = tuple((n * (i + 1) + i * i) % 3 for i in range(length))
+        windows.append(Window((), (n % 3, n // 3, *target[2:])))
     duel = Duel(Toy(length=12), Above(name, of="each"), length)
     duel.log_prob(windows)
     assert duel.counts.decisions_differing == 0
