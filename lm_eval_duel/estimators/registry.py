@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.core.scores import Kind, Value
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.arguments import (
     CommitOnceArguments,
     ConfidenceArguments,
@@ -318,18 +318,22 @@ LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
 
 def find(name: str) -> Entry:
     """The entry of an estimator's name; raises DuelError for any other, and says of a rule's how rules are given."""
-    rule = rules.split(name)[0]
-    if rule in rules.RULES or rule in rules.ALIASES or ":" in rule:
-        raise DuelError(f"'{name}' is a rule, not an estimator: write rule={name}.")
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    text = rules.with_colons(name)
+    first, _, rest = text.partition(":")
+    if first in ESTIMATORS:
+        raise DuelError(f"'{name}' is not a name alone: write estimator={first}, and {rest} as an argument of its own.")
+    if first in rules.RULES or first in rules.ALIASES or ":" in text:
+        raise DuelError(f"'{name}' is a rule, not an estimator: write rule={text}.")
     if name in presets.PRESETS:
         raise DuelError(f"'{name}' is a preset, not an estimator: write preset={name}.")
-    require_known("estimator", [name], ESTIMATORS)
-    return ESTIMATORS[name]
+    raise unknown("estimator", name, ESTIMATORS)
 
 
 def require_not_estimator(what: str, text: str) -> None:
     """Raise DuelError if the text of a rule or a preset names an estimator. `what`: the argument."""
-    name, *_ = rules.split(text)  # that of a user's rule is module:Name
+    name, *_ = rules.split(rules.with_colons(text))  # that of a user's rule is module:Name
     if name.lower() in ESTIMATORS:
         raise DuelError(f"'{name}' is an estimator, not a {what}: write estimator={name.lower()}.")
 

@@ -148,11 +148,28 @@ def split(text: str) -> list[str]:
     """
     text = str(text)
     if with_colons(text) != text:
-        raise DuelError(f"Rule '{text}' has a comma before a parameter; write {with_colons(text)}.")
+        raise DuelError(f"Rule '{text}' has a comma before a parameter; {_advice_on_commas(text)}.")
     name, *rest = text.split(":")
     if rest and "=" not in rest[0] and name not in RULES and name not in ALIASES:
         name = f"{name}:{rest.pop(0)}"
     return [name, *rest]
+
+
+def _advice_on_commas(text: str) -> str:
+    """The advice for a rule with commas, of which some may stand before arguments that are no rule's."""
+    name = re.split("[:,]", text)[0].strip()
+    if name not in RULES and name not in ALIASES:  # a user's rule may have any parameter
+        return f"write {with_colons(text)}"
+    rule, *parts = COMMAS.split(text)
+    others = []
+    for part in parts:
+        key, _, _ = part.partition("=")
+        if key.strip() in PARAMETERS:
+            rule += f":{part}"
+        else:
+            others.append(part)
+    apart = f", and {', '.join(others)} as an argument of its own" if others else ""
+    return f"write {rule}{apart}"
 
 
 def build(name: str, arguments: dict[str, Any]) -> Rule:

@@ -136,7 +136,7 @@ def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def files_of_documents(dataset: datasets.Dataset) -> list[str]:
     """The file of each of the user's own texts, and its line or row if the file holds several."""
-    return dataset.with_format(None)[FILE]
+    return list(dataset.with_format(None)[FILE])
 
 
 def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fnmatch
 import glob
 import importlib.util
 import logging
@@ -62,10 +63,10 @@ def load(
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
-        if texts and task.config.task == OWN_TEXTS:
-            names = list(files_of_documents(task.dataset["test"]))
+        if task.config.task == OWN_TEXTS:
+            documents = files_of_documents(task.eval_docs)
             for request in task.instances:
-                request.doc[FILE] = names[request.doc_id]
+                request.doc[FILE] = documents[request.doc_id]
     return tasks
 
 
@@ -281,7 +282,9 @@ def require_texts(settings: Iterable[str], tasks: Sequence[str], has_own: bool) 
 
 
 def _may_read_texts(name: str, has_own: bool) -> bool:
-    if is_text(name) or is_yaml(name) or name.startswith("duel_text"):
+    if is_text(name) or is_yaml(name):
+        return True
+    if name.startswith(OWN_TEXTS) or fnmatch.fnmatch(OWN_TEXTS, name):  # lm-eval takes patterns such as duel_*
         return True
     return has_own and name not in {file.stem for file in task_files()}
 

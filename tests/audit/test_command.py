@@ -73,12 +73,14 @@ def test_texts_have_the_names_of_their_files(folder, tmp_path, capsys, monkeypat
     log_prob = predictions.Predictions.log_prob
     monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
 
-    assert exit_code("audit", *command(folder, files, "--no_own_code")) == 1
-    printed = capsys.readouterr()
-    for name in ("one.txt", "other.txt"):
-        differs = f"task duel_text, document {tmp_path}/{name}, window 0"
-        assert differs in printed.out
-        assert differs in printed.err
+    of_metadata = ["duel_text", "--metadata", json.dumps({"files": files.split(",")})]
+    for tasks in ([files], of_metadata):
+        assert exit_code("audit", *command(folder, *tasks, "--no_own_code")) == 1
+        printed = capsys.readouterr()
+        for name in ("one.txt", "other.txt"):
+            differs = f"task duel_text, document {tmp_path}/{name}, window 0"
+            assert differs in printed.out
+            assert differs in printed.err
     documents = named.load([*files.split(",")], {"pretrained": str(folder)})[0].dataset["test"]
     assert list(documents[0]) == ["text", data.TOKENS], "lm-eval's digest of a document has no name of a file"
 
