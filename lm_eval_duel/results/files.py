@@ -7,6 +7,7 @@ each value of each method and task, with unrounded numbers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import shlex
@@ -267,7 +268,7 @@ def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, 
 
 # ---------------------------------------------------------------- report.csv
 
-SOURCE = ("seconds_per_token", "device", "parameters", "fingerprint", "date")
+SOURCE = ("seconds_per_token", "device", "fingerprint", "date")  # of the run of a line
 SIZES = ("documents=size", "available_documents=available")  # of a task
 BITS = "bits_per_byte"
 
@@ -281,11 +282,13 @@ def csv_of(standings: Standings, published: Iterable[Mapping[str, Any]] = ()) ->
         names = _names(standing)
         places = entries(standing, ("rank",)) | names | entries(standing, means)
         without_places = dict.fromkeys(places) | names  # ranks and means are of perplexities
-        end = {"dtype": method.named.run.config.dtype} | entries(method, SOURCE)
-        for line in _perplexities(method):
-            lines.append(places | line | end)
-        for line in _averages(method):
-            lines.append(without_places | line | end)
+        for task, each in method.rows.items():
+            alone = dataclasses.replace(method, rows={task: each}, scored={})
+            lines.append(places | _perplexity(task, each) | _source(method, alone))
+        for task, run in method.scored.items():
+            alone = dataclasses.replace(method, rows={}, scored={task: run})
+            for average in _averages(task, run):
+                lines.append(without_places | average | _source(method, alone))
     return csv_text([*lines, *published])
 
 
@@ -300,30 +303,35 @@ def _names(standing: Standing) -> dict[str, Any]:
     }
 
 
-def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
-    """The perplexities of a method, with their errors, gaps and gaps closed."""
-    for task, each in method.rows.items():
-        row = each.row
-        yield {
-            "task": task,
-            **entries(row, ("metric", "value")),
-            **_ends("interval", each.interval),
-            **entries(row, ("stderr", "stderr_reason")),
-            **entries(each, ("window_stderr", "reason=about_interval")),
-            **_places(each),
-            **entries(each, ("gap",)),
-            **_ends("gap_interval", each.gap_interval),
-            **entries(each, ("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr")),
-            **_ends("gap_closed_interval", each.closed.interval),
-            **entries(each, ("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason")),
-            **entries(each, ("gap_closed_of=closed.of",)),
-            **entries(row, ("nfe", "tokens", "nfe_per_token")),
-            **entries(row.run.tasks[row.task], SIZES),
-            **entries(row, ("file=run.name",)),
-            "doubts": "; ".join(row.run.doubts),
-            BITS: row.metrics.get(BITS),
-            f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
-        }
+def _source(method: RankedMethod, alone: RankedMethod) -> dict[str, Any]:
+    """The columns on where a line comes from. `alone`: the method with the run of this line alone."""
+    [run] = alone.runs
+    return {"dtype": run.config.dtype} | entries(alone, SOURCE) | entries(method, ("parameters",))
+
+
+def _perplexity(task: str, each: ComparedRow) -> dict[str, Any]:
+    """The perplexity of a method on a task, with its errors, gap and gap closed."""
+    row = each.row
+    return {
+        "task": task,
+        **entries(row, ("metric", "value")),
+        **_ends("interval", each.interval),
+        **entries(row, ("stderr", "stderr_reason")),
+        **entries(each, ("window_stderr", "reason=about_interval")),
+        **_places(each),
+        **entries(each, ("gap",)),
+        **_ends("gap_interval", each.gap_interval),
+        **entries(each, ("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr")),
+        **_ends("gap_closed_interval", each.closed.interval),
+        **entries(each, ("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason")),
+        **entries(each, ("gap_closed_of=closed.of",)),
+        **entries(row, ("nfe", "tokens", "nfe_per_token")),
+        **entries(row.run.tasks[row.task], SIZES),
+        **entries(row, ("file=run.name",)),
+        "doubts": "; ".join(row.run.doubts),
+        BITS: row.metrics.get(BITS),
+        f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
+    }
 
 
 def _places(each: ComparedRow) -> dict[str, Any]:
@@ -337,16 +345,15 @@ def _places(each: ComparedRow) -> dict[str, Any]:
     return cells
 
 
-def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
-    """The other averages of a method. Their standard errors are over documents."""
-    for task, run in method.scored.items():
-        for metric, (value, error) in run.scores(task).items():
-            yield {
-                **{"task": task, "metric": metric, "value": value, "documents_stderr": error},
-                **entries(run.every_task[task], SIZES),
-                "file": run.name,
-                "doubts": "; ".join(run.doubts),
-            }
+def _averages(task: str, run: Run) -> Iterator[dict[str, Any]]:
+    """The other averages of a run. Their standard errors are over documents."""
+    for metric, (value, error) in run.scores(task).items():
+        yield {
+            **{"task": task, "metric": metric, "value": value, "documents_stderr": error},
+            **entries(run.every_task[task], SIZES),
+            "file": run.name,
+            "doubts": "; ".join(run.doubts),
+        }
 
 
 def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:

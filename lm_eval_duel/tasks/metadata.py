@@ -93,6 +93,7 @@ class TaskMetadata(Arguments):
 
 
 KEYS = declared(TaskMetadata)
+TOKENIZER = "--metadata tokenizer="  # what the user sets for a model that names none
 
 
 def read(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +131,12 @@ def load_tokenizer(metadata: dict[str, Any]) -> Any:
     from lm_eval_duel.denoisers.loading import tokenizer_of
 
     try:
-        return tokenizer_of(metadata, "--metadata tokenizer=")
+        return tokenizer_of(metadata, TOKENIZER)
     except DuelError as error:
-        raise DuelError(f"Token perplexity needs the model's tokenizer. {error}") from None
+        message = str(error)
+        if TOKENIZER not in message:
+            message += f" Name another one with {TOKENIZER}<folder or hub name>."
+        raise DuelError(f"Token perplexity needs the model's tokenizer. {message}") from None
 
 
 def encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
