@@ -90,12 +90,25 @@ def possible_pairs(rows: Sequence[Row]) -> int:
 
 
 def _likelihoods(rows: Iterable[Row]) -> list[Row]:
-    """The rows but the oracle's; of several results of one value, which come oldest first, the newest."""
-    newest: dict[tuple, Row] = {}
+    """The rows but the oracle's, one of several results of one value."""
+    results: dict[tuple, list[Row]] = {}  # of each value, oldest first, as rows are
     for row in rows:
         if row.score.is_likelihood:
-            newest[order.method_key(row), order.identity(row)] = row
-    return list(newest.values())
+            results.setdefault((order.method_key(row), order.identity(row)), []).append(row)
+    return list(map(_newest, results.values()))
+
+
+def _newest(results: Sequence[Row]) -> Row:
+    """The newest result of a value; of equal ones the newest with samples, since others have no intervals."""
+    newest = results[-1]
+    for row in reversed(results):
+        if order.are_equal(_values(row), _values(newest)) and read.has_samples(row.run.file, row.task):
+            return row
+    return newest
+
+
+def _values(row: Row) -> dict[str, float]:
+    return {metric: value for metric, (value, _) in row.run.scores(row.task).items()}
 
 
 def _pairs_of(group: Sequence[Row]) -> list[RowPair]:

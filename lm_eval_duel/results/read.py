@@ -362,14 +362,23 @@ def _scored(documents: Iterable[Mapping[str, Any]]) -> str:
 
 def samples(results: Path, task: str) -> list[dict[str, Any]] | None:
     """The samples of a task next to a results file; None if there are none."""
-    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
-    stamp = date[0] if date else results.stem.removeprefix("results_")
-    file = results.parent / f"samples_{task}_{stamp}.jsonl"
-    if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
+    if not has_samples(results, task):
         return None
+    file = _samples_file(results, task)
     with reading(file, "samples of lm_eval"):
         lines = file.read_text(encoding="utf-8").split("\n")
         return list(map(json.loads, filter(str.strip, lines)))
+
+
+def has_samples(results: Path, task: str) -> bool:
+    """True if the samples of a task are next to a results file."""
+    return os.path.isfile(_samples_file(results, task))  # False, too, if the task's name is not a valid file name
+
+
+def _samples_file(results: Path, task: str) -> Path:
+    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
+    stamp = date[0] if date else results.stem.removeprefix("results_")
+    return results.parent / f"samples_{task}_{stamp}.jsonl"
 
 
 def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:

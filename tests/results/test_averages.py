@@ -188,6 +188,20 @@ def test_results_of_one_value_are_not_compared(tmp_path):
     assert pair["verdict"] == "greedy is better"
 
 
+@pytest.mark.parametrize("other", [BETTER, WORSE])
+def test_a_result_that_was_made_again_without_samples_keeps_its_intervals(other, tmp_path):
+    """If the newest has the same average: else it is the one that is compared, and has no interval."""
+    result(tmp_path / "results", BETTER)
+    [samples] = tmp_path.rglob("samples_*")
+    result(tmp_path / "results", other)
+    for again in {*tmp_path.rglob("samples_*")} - {samples}:
+        again.unlink()
+    result(tmp_path / "results", WORSE, "margin")
+    [pair] = pairs(tmp_path)
+    assert pair["difference"] == pytest.approx(statistics.mean(other) - statistics.mean(WORSE))
+    assert (pair["interval"] is not None) == (other == BETTER)
+
+
 def test_networks_of_two_temperatures_are_not_two_rules(tmp_path):
     result(tmp_path / "results", BETTER, spec={"warpers": "temperature=0.7"})
     result(tmp_path / "results", WORSE)
