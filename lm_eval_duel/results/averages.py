@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import compare, gaps, order, read, rows, stats
+from lm_eval_duel.results import compare, gaps, match, order, read, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, parts_of_average
 from lm_eval_duel.results.table import Note
@@ -42,13 +42,14 @@ def remark(run: Run, name: str, metric: str) -> str:
 class AveragePair:
     """An average of two runs of one task: first minus second, over the same documents.
 
-    `interval`: 95 %, by the bootstrap over documents; None with the `reason`. `verdict`: which run is better, or that
-    nobody can say, with the `verdict_reason` if it is not the interval.
+    `difference`: None, with the `reason`, if the documents differ. `interval`: 95 %, by the bootstrap over documents;
+    None with the `reason`. `verdict`: which run is better, or that nobody can say, with the `verdict_reason` if it is
+    not the interval.
     """
 
     names: tuple[str, str]
     metric: str
-    difference: float
+    difference: float | None
     interval: tuple[float, float] | None
     reason: Note
     verdict: str
@@ -166,6 +167,10 @@ def _of_two(
     for metric in first.scores(name):
         if metric not in second.scores(name):
             continue
+        reason = _no_difference(name, metric, runs, scores)
+        if reason:
+            yield AveragePair(names, metric, None, None, reason, "", Note())
+            continue
         difference = first.scores(name)[metric][0] - second.scores(name)[metric][0]
         scores_of_first = scores[first].get(metric, {})
         reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
@@ -180,12 +185,35 @@ def _of_two(
         yield AveragePair(names, metric, difference, (low, high), reason, verdict, Note(doubt))
 
 
+def _no_difference(name: str, metric: str, runs: tuple[Run, Run], scores: Mapping[Run, Scores]) -> Note:
+    """The reason that an average of two runs has no difference: the documents are not, or may not be, the same.
+
+    Without samples of both, equal numbers of documents have to do.
+    """
+    first, second = (run.every_task[name] for run in runs)
+    keys, other_keys = (_documents_of(scores[run], metric) for run in runs)
+    sampled = bool(keys and other_keys)
+    for difference in match.identity_differences(first, second, sampled):
+        return Note(f"no difference: {difference.field}: {difference.first} and {difference.second}")
+    if sampled and keys != other_keys:
+        shared = f"{len(keys & other_keys)} of them in both"
+        numbers = f"{len(keys)} and {len(other_keys)}, {shared}"
+        return Note(f"no difference: the runs have other documents or prompts ({numbers})")
+    if not sampled and None in (first.size, second.size):
+        return Note("no difference: nothing says that the documents are the same", "run lm_eval with --log_samples")
+    return Note()
+
+
+def _documents_of(scores: Scores, metric: str) -> Set[str]:
+    """The documents of an average; where it is no mean over documents, those of another average of the run."""
+    of_another = next(iter(scores.values()), {})
+    return scores.get(metric, of_another).keys()
+
+
 def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
-    """The reason that two runs have no paired interval; empty if they have the scores of the same documents."""
+    """The reason that two runs of the same documents have no paired interval; empty if they have the scores of each."""
     if not (first and second):
         return Note("no interval: a run has no samples with this mean", "run lm_eval with --log_samples")
-    if first.keys() != second.keys():
-        return Note("no interval: the runs have other documents")
     if len(first) < 2:
         return Note("no interval from one document")
     return Note()

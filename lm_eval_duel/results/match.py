@@ -126,14 +126,15 @@ def documents(first: Task, second: Task, metric: str) -> list[Difference]:
 
     One is enough for an error, and the others mostly follow from it.
     """
-    difference = next(_identity_differences(first, second), None)
-    if difference is None and first.documents is not None and second.documents is not None:
+    sampled = first.documents is not None and second.documents is not None
+    difference = next(identity_differences(first, second, sampled), None)
+    if difference is None and sampled:
         difference = next(_sample_differences(first, second, metric), None)
     return [] if difference is None else [difference]
 
 
-def _identity_differences(first: Task, second: Task) -> Iterator[Difference]:
-    """Differences of what the results files say of the documents.
+def identity_differences(first: Task, second: Task, sampled: bool) -> Iterator[Difference]:
+    """Differences of what the results files say of the documents. `sampled`: both have samples.
 
     Their hash covers our token counts too, which differ between tokenizers; with counts of documents the limit is not
     needed. Samples say more than the counts, the limit and the hash.
@@ -141,7 +142,7 @@ def _identity_differences(first: Task, second: Task) -> Iterator[Difference]:
     of_first = {"limit": "none", **first.identity}
     of_second = {"limit": "none", **second.identity}
     fields = ["shots", "version"]
-    if first.documents is None or second.documents is None:
+    if not sampled:
         are_counted = "documents" in of_first and "documents" in of_second
         fields = ["shots", "documents" if are_counted else "limit", "version"]
         if PER_TOKEN not in first.metrics and PER_TOKEN not in second.metrics:

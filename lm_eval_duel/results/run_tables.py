@@ -69,12 +69,24 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
         "first": lambda pair: pair.names[0],
         "second": lambda pair: pair.names[1],
         "metric": lambda pair: pair.metric,
-        f"first {MINUS} second": lambda pair: number(pair.difference, "+.4f"),
-        LEVEL: lambda pair: (span(pair.interval, "+.4f"), pair.reason),
+        f"first {MINUS} second": lambda pair: (number(pair.difference, "+.4f"), _no_difference(pair)),
+        LEVEL: lambda pair: (span(pair.interval, "+.4f"), _no_interval(pair)),
         "verdict": lambda pair: (pair.verdict, pair.verdict_reason),
     }
-    about = f"Above 0 the first average is higher. Intervals are from a bootstrap over the shared documents. {SINGLE}"
+    about = "Above 0 the first average is higher."
+    if any(pair.interval for pair in pairs):
+        about = f"{about} Intervals are from a bootstrap over the documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
+
+
+def _no_difference(pair: AveragePair) -> Note:
+    """The reason that a pair has no difference; empty if it has one."""
+    return pair.reason if pair.difference is None else Note()
+
+
+def _no_interval(pair: AveragePair) -> Note:
+    """The reason that a pair with a difference has no interval; empty if it has one."""
+    return Note() if pair.difference is None else pair.reason
 
 
 def metrics_of(name: str, runs: Sequence[Run]) -> list[str]:

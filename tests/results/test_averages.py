@@ -6,7 +6,7 @@ import re
 import statistics
 
 import pytest
-from results import ours, per_token, put, report
+from results import GONE, ours, per_token, put, report
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import stats
@@ -95,16 +95,54 @@ def test_there_is_no_verdict_from_few_documents_from_bounds_or_in_doubt(tmp_path
     assert pair["verdict_reason"].startswith("1 of")
 
 
-def test_documents_must_be_the_same(tmp_path):
+def samples_of(file):
+    return next(file.parent.glob(f"samples_{TASK}_{file.stem.removeprefix('results_')}*"))
+
+
+def test_averages_of_other_documents_have_no_difference(tmp_path):
     result(tmp_path / "results", BETTER)
-    file = result(tmp_path / "results", BETTER[:12], "margin")
+    result(tmp_path / "results", BETTER[:12], "margin")
+    [pair] = pairs(tmp_path, "--page")
+    assert pair["difference"] is None
+    assert pair["interval"] is None
+    assert pair["verdict"] == ""
+    assert "12 of them in both" in pair["reason"]
+    difference = f"{statistics.mean(BETTER) - statistics.mean(BETTER[:12]):.4f}"
+    for name in ("report.md", "accuracy_pairs_choice.tex", "index.html"):
+        text = (tmp_path / "out" / name).read_text()
+        assert "no difference" in text, name
+        assert difference not in text, name
+    assert pairs(tmp_path, "--pairs", "none") == []
+
+
+def test_equally_many_other_documents_have_no_difference(tmp_path):
+    result(tmp_path / "results", BETTER)
+    file = result(tmp_path / "results", WORSE, "margin")
+    samples = samples_of(file)
+    samples.write_text(samples.read_text().replace("text 7", "text 70"))
+    [pair] = pairs(tmp_path)
+    assert pair["difference"] is None
+    assert "19 of them in both" in pair["reason"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "stands"),
+    [
+        (f"n-samples.{TASK}.effective", 20, True),
+        (f"n-samples.{TASK}.effective", 12, False),
+        (f"n-samples.{TASK}.effective", GONE, False),
+        (f"versions.{TASK}", 2.0, False),
+    ],
+)
+def test_without_samples_the_numbers_of_documents_must_agree(tmp_path, place, value, stands):
+    file = result(tmp_path / "results", BETTER, size=20)
+    other = result(tmp_path / "results", WORSE, "margin", size=20)
+    samples_of(file).unlink()
+    put(other, place, value)
     [pair] = pairs(tmp_path)
     assert pair["interval"] is None
-    assert "other documents" in pair["reason"]
-    next(file.parent.glob(f"samples_{TASK}_{file.stem.removeprefix('results_')}*")).unlink()
-    [pair] = pairs(tmp_path)
-    assert "samples" in pair["reason"]
-    assert pairs(tmp_path, "--pairs", "none") == []
+    assert (pair["difference"] is not None) == stands
+    assert ("no difference" in pair["reason"]) != stands
 
 
 def test_samples_whose_mean_is_not_the_average_are_left_out(tmp_path):
