@@ -199,6 +199,9 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
     if first.tasks[name].rolling:
         if not _same_windows(first, second, name, bool(tokens)):
             remedy = f"{twin}{SAME_WINDOWS}"
+            sizes = (first.capacity, second.capacity, first.max_length, second.max_length)
+            if first.config.ours and second.config.ours and None not in sizes:
+                remedy = f"score them again, and {equal_windows([first, second])}"
             result.append(Difference("windows", windows_of(first), windows_of(second), remedy))
     elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
         result.append(Difference("contexts", _cut_contexts(first), _cut_contexts(second), "raise max_length"))

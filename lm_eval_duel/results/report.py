@@ -444,7 +444,7 @@ def write(
 
 
 def _latex(report: Report, name: str, kind: str, table: Table) -> str:
-    """A table in LaTeX that says how many documents its tasks have, also below it where --limit left some out.
+    """A table in LaTeX with the numbers of documents; below it, those that --limit cut and what --as_published allows.
 
     `name`: of its task; empty for a table over all tasks.
     """
@@ -452,13 +452,15 @@ def _latex(report: Report, name: str, kind: str, table: Table) -> str:
         return table.latex()
     tasks = {name: report.tasks[name]} if name else report.tasks
     sizes = []
-    limited = []
+    below = []
     for of_task, task in tasks.items():
         size = ": ".join(filter(None, [of_task, task.size]))
         sizes.append(size)
         if is_limited(task.documents, task.available):
-            limited.append(size)
-    return table.latex("; ".join(sizes), "; ".join(limited))
+            below.append(size)
+        if task.as_published:
+            below += [f"differs: {line}" for line in task.differences]
+    return table.latex("; ".join(sizes), "; ".join(below))
 
 
 def content(report: Report) -> dict[str, Any]:

@@ -5,11 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from results import documents, edit_samples, hf, ours, per_token, put, rows
+from results import board, documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results.report import _latex
 from lm_eval_duel.results.spec_entries import entries_for_names
+from lm_eval_duel.results.table import latex_text
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS = (-30.0, -40.0, -50.0, -60.0)
@@ -94,6 +96,21 @@ def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, 
     else:
         [listed] = run(tmp_path, "--as_published")["tasks"]["sotu"]["differences"]
         assert re.fullmatch(difference, listed)
+
+
+def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_show_the_difference(tmp_path):
+    for length in (10, 13):
+        spec = {"max_length": str(length)}
+        ours(tmp_path, docs=DOCS, rule=f"greedy:k={length}", spec=spec, duel={"row_capacity": length - 1})
+    with pytest.raises(DuelError, match="max_length=10 to all models"):
+        run(tmp_path)
+
+    report = board(tmp_path)
+    [difference] = report.tasks["sotu"].differences
+    tables = [_latex(report, name, kind, table) for name, kind, table in report.tables() if kind == "methods"]
+    for table in tables:
+        assert latex_text(f"differs: {difference}") in table
+    assert tables
 
 
 def test_equal_texts_are_separate_documents(tmp_path):
