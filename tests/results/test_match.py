@@ -101,11 +101,11 @@ def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, 
 def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_show_the_difference(tmp_path):
     for length in (10, 13):
         spec = {"max_length": str(length)}
-        ours(tmp_path, docs=DOCS, rule=f"greedy:k={length}", spec=spec, duel={"row_capacity": length - 1})
+        ours(tmp_path / "results", docs=DOCS, rule=f"greedy:k={length}", spec=spec, duel={"row_capacity": length - 1})
     with pytest.raises(DuelError, match="max_length=10 to all models"):
         run(tmp_path)
 
-    report = board(tmp_path)
+    report = board(tmp_path / "results")
     [difference] = report.tasks["sotu"].differences
     tables = [_latex(report, name, kind, table) for name, kind, table in report.tables() if kind == "methods"]
     for table in tables:
