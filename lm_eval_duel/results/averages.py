@@ -40,20 +40,22 @@ def remark(run: Run, name: str, metric: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AveragePair:
-    """An average of two runs of one task: first minus second, over the same documents.
+    """An average of two rows of one task: first minus second, over the same documents.
 
     `difference`: None, with the `reason`, if the documents differ. `interval`: 95 %, by the bootstrap over documents;
     None with the `reason`. `verdict`: which run is better, or that nobody can say, with the `verdict_reason` if it is
     not the interval.
     """
 
+    first: Row
+    second: Row
     names: tuple[str, str]
     metric: str
-    difference: float | None
-    interval: tuple[float, float] | None
-    reason: Note
-    verdict: str
-    verdict_reason: Note
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    reason: Note = dataclasses.field(default_factory=Note)
+    verdict: str = ""
+    verdict_reason: Note = dataclasses.field(default_factory=Note)
 
 
 # ---------------------------------------------------------------- which rows are compared
@@ -161,28 +163,34 @@ def _of_two(
 ) -> Iterator[AveragePair]:
     """The differences of each average that two runs share."""
     first_name, second_name = rows.names(pair)
-    names = (first_name, second_name)
-    runs = (pair[0].run, pair[1].run)
+    first, second = pair
+    for metric in first.run.scores(name):
+        if metric in second.run.scores(name):
+            without_values = AveragePair(first, second, (first_name, second_name), metric)
+            yield _with_values(name, without_values, scores, draws)
+
+
+def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], draws: Mapping[Run, Draws]) -> AveragePair:
+    """The pair with its difference, interval and verdict, or the reasons for none."""
+    metric = pair.metric
+    runs = (pair.first.run, pair.second.run)
     first, second = runs
-    for metric in first.scores(name):
-        if metric not in second.scores(name):
-            continue
-        reason = _no_difference(name, metric, runs, scores)
-        if reason:
-            yield AveragePair(names, metric, None, None, reason, "", Note())
-            continue
-        difference = first.scores(name)[metric][0] - second.scores(name)[metric][0]
-        scores_of_first = scores[first].get(metric, {})
-        reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
-        if reason:
-            yield AveragePair(names, metric, difference, None, reason, "", Note())
-            continue
-        low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric])
-        verdict = "no verdict"
-        doubt = _doubt(name, metric, runs)
-        if not doubt:
-            verdict = _verdict(name, metric, runs, names, (low, high), list(scores_of_first))
-        yield AveragePair(names, metric, difference, (low, high), reason, verdict, Note(doubt))
+    reason = _no_difference(name, metric, runs, scores)
+    if reason:
+        return dataclasses.replace(pair, reason=reason)
+    difference = first.scores(name)[metric][0] - second.scores(name)[metric][0]
+    scores_of_first = scores[first].get(metric, {})
+    reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
+    if reason:
+        return dataclasses.replace(pair, difference=difference, reason=reason)
+    low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric])
+    verdict = "no verdict"
+    doubt = _doubt(name, metric, runs)
+    if not doubt:
+        verdict = _verdict(name, metric, runs, pair.names, (low, high), list(scores_of_first))
+    return dataclasses.replace(
+        pair, difference=difference, interval=(low, high), verdict=verdict, verdict_reason=Note(doubt)
+    )
 
 
 def _no_difference(name: str, metric: str, runs: tuple[Run, Run], scores: Mapping[Run, Scores]) -> Note:

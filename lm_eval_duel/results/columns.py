@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.results import gaps
+from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.ranks import TIED, is_tied
@@ -155,6 +156,7 @@ PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
     f"row is worse. {TIED.capitalize()}: the interval contains 0."
 )
+NAMES_OF_PAIR = f"first {MINUS} second"
 SIGN = f"Differences are of {MINUS}log p, first {MINUS} second: below 0 the first is better."
 SIGN_OF_COST = f"Costs are of {MINUS}log p, with the cache {MINUS} without it: above 0 the cache makes it worse."
 
@@ -289,11 +291,8 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
 def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, which is better, and the paired difference."""
     unit = gaps.unit(task.metric)
-    names = names_of_rows([each.row for each in task.rows])
-    shown: Columns = {}
-    for head, cell in names.items():
-        shown[head] = _shared(cell)
-    shown[f"first {MINUS} second"] = lambda pair: (f" {MINUS} ".join(pair.names), doubts_of(pair.first, pair.second))
+    shown = names_of_pairs([each.row for each in task.rows])
+    shown[NAMES_OF_PAIR] = lambda pair: (joined_names(pair), doubts_of(pair.first, pair.second))
     shown["better"] = _better
     shown[f"difference, nats per {unit}"] = _difference
     shown[LEVEL] = interval_of
@@ -306,10 +305,19 @@ def _with_single(sentence: str, pairs: Iterable[Pair]) -> str:
     return f"{sentence} {SINGLE}" if any(pair.interval for pair in pairs) else sentence
 
 
-def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
+def names_of_pairs(rows: Sequence[Row]) -> Columns:
+    """The columns for what the two rows of a pair share. `rows`: of all pairs."""
+    return {head: _shared(cell) for head, cell in names_of_rows(rows).items()}
+
+
+def joined_names(pair: Pair | AveragePair) -> str:
+    return f" {MINUS} ".join(pair.names)
+
+
+def _shared(cell: Callable[[Row], Cell]) -> Callable[[Pair | AveragePair], Cell]:
     """The cell of a row as one of a pair: that of both rows, empty if they differ."""
 
-    def cell_of_both(pair: Pair) -> Cell:
+    def cell_of_both(pair: Pair | AveragePair) -> Cell:
         of_first = cell(pair.first)
         return of_first if of_first == cell(pair.second) else ""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lm_eval_duel.console import command_line
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Interval, Pair
@@ -236,13 +237,18 @@ def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> li
     """The averages of a task other than perplexities, of each run that has any."""
     results = []
     for run in runs:
-        scores = {}
-        for metric, (value, error) in run.scores(name).items():
-            scores[metric] = {"value": value, "stderr": error}
+        scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in run.scores(name).items()}
         if scores:
             identity = run.every_task[name].identity
             results.append(entries(run, RUN) | {"ar": run in baselines, "identity": identity, "scores": scores})
     return results
+
+
+def average_pair(pair: AveragePair, listed: Sequence[Run]) -> dict[str, Any]:
+    """A pair of averages; it refers to runs by their numbers among those of `accuracies`."""
+    return {"first": listed.index(pair.first.run), "second": listed.index(pair.second.run)} | entries(
+        pair, AVERAGE_PAIR
+    )
 
 
 def cost(cost: RunCost) -> dict[str, Any]:

@@ -473,7 +473,8 @@ def content(report: Report) -> dict[str, Any]:
         accuracies[name] = files.accuracies(report.runs, name, report.baselines)
     average_pairs = {}
     for name, pairs in report.average_pairs.items():
-        average_pairs[name] = [files.entries(pair, files.AVERAGE_PAIR) for pair in pairs]
+        listed = [run for run in report.runs if run.scores(name)]
+        average_pairs[name] = [files.average_pair(pair, listed) for pair in pairs]
     results = []
     for run in report.runs:
         results.append(

@@ -7,7 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 
 from lm_eval_duel.results import averages, order
 from lm_eval_duel.results.averages import AveragePair
-from lm_eval_duel.results.columns import SINGLE, WHOLE_TARGET, names_of_rows, through, value
+from lm_eval_duel.results.columns import (
+    NAMES_OF_PAIR,
+    SINGLE,
+    WHOLE_TARGET,
+    joined_names,
+    names_of_pairs,
+    names_of_rows,
+    through,
+    value,
+)
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, common_folder, documents_scored
@@ -64,16 +73,19 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
 
 
 def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
-    """Paired differences of averages other than perplexities."""
+    """Paired differences of averages other than perplexities: what both rows share, their names, and the difference."""
+    rows = []
+    for pair in pairs:
+        rows += [pair.first, pair.second]
     shown: Columns = {
-        "first": lambda pair: pair.names[0],
-        "second": lambda pair: pair.names[1],
+        **names_of_pairs(rows),
+        NAMES_OF_PAIR: joined_names,
         "metric": lambda pair: pair.metric,
-        f"first {MINUS} second": lambda pair: (number(pair.difference, "+.4f"), _no_difference(pair)),
+        "difference": lambda pair: (number(pair.difference, "+.4f"), _no_difference(pair)),
         LEVEL: lambda pair: (span(pair.interval, "+.4f"), _no_interval(pair)),
         "verdict": lambda pair: (pair.verdict, pair.verdict_reason),
     }
-    about = "Above 0 the first average is higher."
+    about = f"Differences are first {MINUS} second: above 0 the first average is higher."
     if any(pair.interval for pair in pairs):
         about = f"{about} Intervals are from a bootstrap over the documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)

@@ -11,6 +11,7 @@ from results import GONE, ours, per_token, put, report
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.standings import KINDS, KINDS_OF_AVERAGES
+from lm_eval_duel.results.table import MINUS
 
 TASK = "choice"
 
@@ -200,6 +201,31 @@ def test_the_choice_of_pairs_is_that_of_perplexities(several, capsys, choice, co
     assert ("ELBO" in str(chosen)) == (choice == "all")
     printed = capsys.readouterr().out
     assert (f"{count} of 21 pairs" in printed) == (0 < count < 21)
+
+
+def test_pairs_say_which_rows_they_are_of(several):
+    """Pairs of one rule under two models, and of two rules under one model, are told apart in every form."""
+    result(several / "results", WORSE, "margin", model="BD3")
+    written = report(several)
+    chosen = written["accuracy_pairs"][TASK]
+    rows = written["accuracies"][TASK]
+    ends = []
+    for pair in chosen:
+        numbers = (pair["first"], pair["second"])
+        of_pair = [rows[number] for number in numbers]
+        for key in ("model", "rule"):
+            values = [row[key] for row in of_pair]
+            for value, name in zip(values, pair["names"], strict=True):
+                assert values[0] == values[1] or (value or "AR").removesuffix(":k=1") in name
+        ends.append(numbers)
+    assert len(set(ends)) == len(chosen)
+
+    text = (several / "out" / "report.md").read_text()
+    table = text[text.index("paired differences of averages") :]
+    lines = [line for line in table.splitlines() if f"greedy {MINUS} margin" in line]
+    assert [re.findall("MDLM|BD3", line) for line in lines] == [["MDLM"], ["BD3"]]
+    [line] = [line for line in table.splitlines() if f"MDLM {MINUS} BD3" in line]
+    assert "greedy" in line
 
 
 def test_the_row_of_a_model_is_that_of_the_papers_rule(several):
