@@ -156,8 +156,11 @@ def warn_of_unused(patterns: Sequence[str], field: str, lines: bool) -> None:
     plain_texts = 0
     with_columns = 0
     for pattern in patterns:
-        for file in [None] if pattern == STDIN else find([pattern]):
-            if file is None or ending(file) in PLAIN:
+        if pattern == STDIN:
+            plain_texts += 1
+            continue
+        for file in find([pattern]):
+            if ending(file) in PLAIN:
                 plain_texts += 1
             else:
                 with_columns += 1

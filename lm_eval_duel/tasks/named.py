@@ -268,7 +268,8 @@ def metadata_of_texts(options: argparse.Namespace, texts: Sequence[str] = ()) ->
 def require_texts(settings: Iterable[str], tasks: Sequence[str], has_own: bool) -> None:
     """Raise UsageError for settings of files of text, such as `lines`, if none of the tasks reads such files.
 
-    `has_own`: there is a folder of the user's own tasks. These may, as may a task that is named by its YAML file.
+    `has_own`: there is a folder of the user's own tasks. These may, as may tasks that are named by their YAML files or
+    the folder of these.
     """
     flags = [f"--{setting}" for setting in settings]
     if not flags or any(_may_read_texts(name, has_own) for name in tasks):
@@ -282,7 +283,7 @@ def require_texts(settings: Iterable[str], tasks: Sequence[str], has_own: bool) 
 
 
 def _may_read_texts(name: str, has_own: bool) -> bool:
-    if is_text(name) or is_yaml(name):
+    if is_text(name) or is_yaml(name) or Path(name).is_dir():
         return True
     if name.startswith(OWN_TEXTS) or fnmatch.fnmatch(OWN_TEXTS, name):  # lm-eval takes patterns such as duel_*
         return True

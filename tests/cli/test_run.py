@@ -237,7 +237,12 @@ def test_flags_of_texts_are_taken_with_a_text_or_a_task_that_may_read_one(tmp_pa
     own = tmp_path / "own.yaml"
     own.write_text("task: own\n")
     of_user = f"own --include_path {tmp_path}"
-    for tasks in (f"sotu,{text}", f"{tmp_path}", "duel_text", "duel_text_wrapped", "duel_*", f"{own}", of_user):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "of_tasks"  # without a slash it stands for the task files in it
+    folder.mkdir()
+    (folder / "own.yaml").write_text("task: own\n")
+    of_files = (f"sotu,{text}", f"{tmp_path}", f"{own}", "of_tasks")
+    for tasks in (*of_files, "duel_text", "duel_text_wrapped", "duel_*", of_user):
         words = ["demo-mdm", "--lines", "--tasks", *tasks.split()]
         run.main(words)
         assert ran.pop()["lines"] is True
