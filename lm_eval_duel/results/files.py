@@ -246,9 +246,8 @@ def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> li
 
 def average_pair(pair: AveragePair, listed: Sequence[Run]) -> dict[str, Any]:
     """A pair of averages; it refers to runs by their numbers among those of `accuracies`."""
-    return {"first": listed.index(pair.first.run), "second": listed.index(pair.second.run)} | entries(
-        pair, AVERAGE_PAIR
-    )
+    numbers = {"first": listed.index(pair.first.run), "second": listed.index(pair.second.run)}
+    return numbers | entries(pair, AVERAGE_PAIR)
 
 
 def cost(cost: RunCost) -> dict[str, Any]:

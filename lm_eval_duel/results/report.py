@@ -448,7 +448,7 @@ def _latex(report: Report, name: str, kind: str, table: Table) -> str:
 
     `name`: of its task; empty for a table over all tasks.
     """
-    if kind in OF_AVERAGES:  # the table of averages has a column with the numbers of documents
+    if kind in OF_AVERAGES:  # these have a column with the numbers of documents
         return table.latex()
     tasks = {name: report.tasks[name]} if name else report.tasks
     sizes = []

@@ -81,6 +81,7 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
         **names_of_pairs(rows),
         NAMES_OF_PAIR: joined_names,
         "metric": lambda pair: pair.metric,
+        "documents": _documents,
         "difference": lambda pair: (number(pair.difference, "+.4f"), _no_difference(pair)),
         LEVEL: lambda pair: (span(pair.interval, "+.4f"), _no_interval(pair)),
         "verdict": lambda pair: (pair.verdict, pair.verdict_reason),
@@ -89,6 +90,14 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
     if any(pair.interval for pair in pairs):
         about = f"{about} Intervals are from a bootstrap over the documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
+
+
+def _documents(pair: AveragePair) -> str:
+    """The number of documents of a pair; empty if its rows have different ones."""
+    if pair.difference is None:
+        return ""
+    task = pair.first.run.every_task[pair.first.task]
+    return documents_scored(task.size, task.available)
 
 
 def _no_difference(pair: AveragePair) -> Note:

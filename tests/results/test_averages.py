@@ -116,6 +116,16 @@ def test_averages_of_other_documents_have_no_difference(tmp_path):
     assert pairs(tmp_path, "--pairs", "none") == []
 
 
+def test_every_form_says_how_many_documents_a_limit_left(tmp_path):
+    for scores, rule in ((BETTER, "greedy:k=1"), (WORSE, "margin")):
+        put(result(tmp_path / "results", scores, rule, size=20), f"n-samples.{TASK}.original", 40)
+    report(tmp_path, "--page")
+    for name in ("report.md", "accuracy_pairs_choice.tex", "index.html"):
+        text = (tmp_path / "out" / name).read_text()
+        differences = text[text.index("paired differences of averages") :]
+        assert "20 of 40" in differences, name
+
+
 def test_equally_many_other_documents_have_no_difference(tmp_path):
     result(tmp_path / "results", BETTER)
     file = result(tmp_path / "results", WORSE, "margin")
