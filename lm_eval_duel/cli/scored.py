@@ -12,7 +12,7 @@ from lm_eval_duel.core.scores import Value, perplexity, ratio
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
-from lm_eval_duel.results.doubts import remarks
+from lm_eval_duel.results.doubts import doubts, remarks
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -70,6 +70,11 @@ class ScoredModel:
         return self.total.value.word
 
     @property
+    def note(self) -> str:
+        """The reasons that limit its values, or put them in doubt."""
+        return "; ".join(filter(None, [self.total.value.note, *doubts(self.info["duel"])]))
+
+    @property
     def _is_drawn(self) -> bool:
         """True if its values depend on random numbers, and so have an error."""
         return registry.find(self.estimator).is_drawn
@@ -104,7 +109,7 @@ class ScoredModel:
             "spec": self.info["spec"],
             "estimator": self.estimator,
             "kind": self.kind,
-            "note": self.total.value.note,
+            "note": self.note,
             "documents": [line.figures() for line in self.lines],
             "total": {**self.total.figures(), "bits_per_byte_documents_stderr": self.documents_stderr},
             "duel": self.info["duel"],
@@ -118,7 +123,7 @@ class ScoredModel:
             names[key] = spec.get(key, "")
         names["fingerprint"] = self.info["fingerprint"]
         names["kind"] = self.kind
-        names["note"] = self.total.value.note
+        names["note"] = self.note
         for line in self.lines:
             yield names | line.figures()
 

@@ -69,6 +69,7 @@ MEANINGS = {
     Kind.NO_BOUND: "no bound: elbo_eps above 0 leaves out small noise levels",
     Kind.NOT_A_LIKELIHOOD: "not a likelihood: it sees the targets",
 }
+RULE_IN_DOUBT = "but in doubt: its rule decided otherwise when it was asked again (decisions_differing)"
 DOUBTS = {Kind.NO_BOUND: "neither a likelihood nor a bound", Kind.NOT_A_LIKELIHOOD: "not a likelihood"}
 
 
@@ -388,6 +389,12 @@ class Counts:
     near_tie_windows: int | None = 0  # windows that have any
     all_mask_starts: int = 0
     phases: dict[str, PhaseCounts] = dataclasses.field(default_factory=dict)  # of a two-phase estimate
+
+    def with_doubt(self, note: str) -> str:
+        """The note of a value of this run, with the doubt in the user's rule, if there is any."""
+        if not self.decisions_differing or RULE_IN_DOUBT in note:
+            return note
+        return ", ".join(filter(None, [note, RULE_IN_DOUBT]))
 
     def add_work(self, other: Counts) -> None:
         """Add what another count has of calls and checks, and none of its windows."""

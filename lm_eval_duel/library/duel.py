@@ -48,7 +48,7 @@ from lm_eval_duel.library.ids import (
     require_tokenizer,
     text_windows,
 )
-from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
+from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore, with_doubt
 from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -277,7 +277,7 @@ class Duel(OnIds):
         """
         with self.estimator.one_run():
             scores = dict(self.score_stream(texts, contexts, suffixes))
-        return [scores[n] for n in range(len(texts))]
+        return [with_doubt(scores[n], self.counts) for n in range(len(texts))]
 
     def score_stream(
         self,
@@ -364,7 +364,7 @@ class Duel(OnIds):
         with estimator.one_run():
             for n, scores in score_documents(windows, estimator.stream, "Text {}".format):
                 estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
-        return [estimates[n] for n in range(len(texts))]
+        return [with_doubt(estimates[n], estimator.counts) for n in range(len(texts))]
 
     # ------------------------------------------------------------ text out
 
@@ -417,7 +417,7 @@ class Duel(OnIds):
                 keys=keys,
             )
             texts = dict(stream)
-        return [texts[n] for n in range(len(prompts))]
+        return [with_doubt(texts[n], self.counts) for n in range(len(prompts))]
 
     def generate_stream(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import Kind, Plain, Sample, Score
+from lm_eval_duel.core.scores import Counts, Kind, Plain, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
@@ -112,7 +112,7 @@ class TextScore(Display):
             stderr=total.stderr,
             bound=value.is_bound,
             kind=value.word,
-            note=value.note,
+            note=estimator.counts.with_doubt(value.note),
             perplexity=_perplexity(total.log_prob, encoded.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),
@@ -156,7 +156,7 @@ class TextEstimate(Plain):
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
-    note: ClassVar[str] = ""
+    note: str = ""  # what puts the value in doubt
 
     def __repr__(self) -> str:
         values = [
@@ -168,7 +168,7 @@ class TextEstimate(Plain):
         ]
         if self.stderr is None:
             values.append("error not known")
-        return f"TextEstimate({', '.join([*values, self.kind])})"
+        return f"TextEstimate({', '.join([*values, f'{self.kind} {self.note}'.rstrip()])})"
 
     @property
     def units(self) -> Units:
@@ -217,7 +217,9 @@ class TextEstimate(Plain):
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
         spec = estimates[0].spec if estimates else {}
-        return cls._from_sums(None, (tokens, size), tuple(scores), sums, spec)
+        several = cls._from_sums(None, (tokens, size), tuple(scores), sums, spec)
+        notes = dict.fromkeys(estimate.note for estimate in estimates)
+        return dataclasses.replace(several, note="; ".join(filter(None, notes)))
 
     @classmethod
     def _from_sums(
@@ -294,7 +296,7 @@ class GeneratedText(Display):
             log_prob=sample.log_prob,
             stderr=total.stderr,
             kind=template.word,
-            note=" ".join(filter(None, [template.note, under])),
+            note=estimator.counts.with_doubt(" ".join(filter(None, [template.note, under]))),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,
@@ -302,6 +304,14 @@ class GeneratedText(Display):
             near_ties=sample.near_ties,
             window=window,
         )
+
+
+Result = TypeVar("Result", TextScore, TextEstimate, GeneratedText)
+
+
+def with_doubt(result: Result, counts: Counts) -> Result:
+    """The result, whose note says if the run's checks of a user's rule put it in doubt, even those after it."""
+    return dataclasses.replace(result, note=counts.with_doubt(result.note))
 
 
 def _perplexity(log_prob: float, tokens: int) -> float:

@@ -48,6 +48,17 @@ ADVICE_ON_LANES = (
     "NaN."
 )
 ADVICE_ON_RANDOM = "In place of random numbers, take a hash of the positions, as the rule random does."
+ALONE = (
+    "Rule %s decided otherwise when it was asked about one lane alone. It gave no decision_margin, so this may be a "
+    "near tie, or the rule may read other lanes. Such decisions are counted (decisions_differing in the results), and "
+    "the note of each score says so"
+)
+WITH_NOISE = (
+    "Rule %s decided otherwise when its predictions changed by a millionth: float noise decides, so values may depend "
+    "on the device and the batch size. In a row of masks all positions have the same statistics, and a comparison with "
+    "their mean needs a tolerance, such as `>= mean - 1e-3`"
+)
+_warned: set[tuple[str, str]] = set()  # the warnings that this process has logged, each with its rule
 OTHERS = ("memory", "carried")  # fields of lanes that are several planes
 
 
@@ -178,12 +189,7 @@ class Checked(Around):
             with_noise = self._decided(predictions.with_noise(seed), lanes)
             if not _agree(decision, with_noise, ~decision.near_tie):
                 self.counts.decisions_differing += 1
-                log.warning(
-                    "Rule %s decided otherwise when its predictions changed by a millionth: float noise decides, so "
-                    "values may depend on the device and the batch size. In a row of masks all positions have the same "
-                    "statistics, and a comparison with their mean needs a tolerance, such as `>= mean - 1e-3`",
-                    self,
-                )
+                self._warn_once(WITH_NOISE)
                 return
 
     def _is_same_alone(self, decision: Decision, predictions: Any, lanes: Any, lane: int) -> bool:
@@ -199,8 +205,11 @@ class Checked(Around):
         cut = Decision(decision.pick[only, :width], None, memory)
         if _agree(cut, alone, ~decision.near_tie[only]):
             return True
-        has_margins = decision.decision_margin is not None and alone.decision_margin is not None
-        self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
+        if decision.decision_margin is None or alone.decision_margin is None:  # near ties are not known
+            self.counts.decisions_differing += 1
+            self._warn_once(ALONE)
+        else:
+            self._differs("when it was asked about one lane alone", lane)
         return False
 
     def _require_own_lane(
@@ -235,17 +244,16 @@ class Checked(Around):
             lane=lane,
         )
 
-    def _differs(self, when: str, lane: int = 0, near_ties_known: bool = True) -> None:
+    def _warn_once(self, warning: str) -> None:
+        """Log a warning on this rule, unless this process has logged it before."""
+        if (warning, str(self)) not in _warned:
+            _warned.add((warning, str(self)))
+            log.warning(warning, self)
+
+    def _differs(self, when: str, lane: int = 0) -> None:
         """Count a different decision; raise InconsistentOutput unless float noise can explain it."""
         self.counts.decisions_differing += 1
-        if not near_ties_known:
-            log.warning(
-                "Rule %s decided otherwise %s. It gave no decision_margin, so this may be a near tie, or the rule may "
-                "read other lanes. Such decisions are counted (decisions_differing in the results)",
-                self,
-                when,
-            )
-        elif not is_coarse(self.network):
+        if not is_coarse(self.network):
             raise InconsistentOutput(
                 f"{self._with_place} is not deterministic: it decided otherwise {when}. {FUNCTION}",
                 lane=lane,
