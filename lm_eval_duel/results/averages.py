@@ -65,9 +65,17 @@ def choose(choice: str, in_order: Sequence[Row]) -> list[RowPair]:
     """The pairs of `--pairs`, of the rows that `compare.choose` takes. Averages have no value that decides on rows.
 
     So of more than five rows each is compared with the main one. Cached rows are compared with uncached ones among the
-    rules, not in a table of their own.
+    rules, not in a table of their own. Of several results of a value, each pair has those that fit best.
     """
-    likelihoods = _likelihoods(in_order)
+    results = {of_value[-1]: of_value for of_value in _likelihoods(in_order)}
+    chosen = []
+    for first, second in _choose(choice, list(results)):
+        chosen.append(max(itertools.product(results[first], results[second]), key=_fit))
+    return chosen
+
+
+def _choose(choice: str, likelihoods: Sequence[Row]) -> list[RowPair]:
+    """The pairs of rows of different values."""
     if choice == compare.ALL:
         return list(itertools.combinations(likelihoods, 2))
     pairs: list[RowPair] = []
@@ -92,26 +100,21 @@ def possible_pairs(rows: Sequence[Row]) -> int:
     return math.comb(len(_likelihoods(rows)), 2)
 
 
-def _likelihoods(rows: Iterable[Row]) -> list[Row]:
-    """The rows but the oracle's, one of several results of one value."""
-    results: dict[tuple, list[Row]] = {}  # of each value, oldest first, as rows are
+def _fit(pair: RowPair) -> tuple:
+    """Prefers rows of the same documents, then of equally many, then those of most documents, then the newest."""
+    first, second = (row.run.every_task[row.task] for row in pair)
+    same = not any(match.identity_differences(first, second, sampled=False))
+    documents = (first.size or 0) + (second.size or 0)
+    return same, first.size == second.size, documents, *(row.run.header.date for row in pair)
+
+
+def _likelihoods(rows: Iterable[Row]) -> list[list[Row]]:
+    """The results of each value but the oracle's."""
+    results: dict[tuple, list[Row]] = {}  # oldest first, as rows are
     for row in rows:
         if row.score.is_likelihood:
             results.setdefault((order.method_key(row), order.identity(row)), []).append(row)
-    return list(map(_newest, results.values()))
-
-
-def _newest(results: Sequence[Row]) -> Row:
-    """The newest result of a value; of equal ones the newest with samples, since others have no intervals."""
-    newest = results[-1]
-    for row in reversed(results):
-        if order.are_equal(_values(row), _values(newest)) and read.has_samples(row.run.file, row.task):
-            return row
-    return newest
-
-
-def _values(row: Row) -> dict[str, float]:
-    return {metric: value for metric, (value, _) in row.run.scores(row.task).items()}
+    return list(results.values())
 
 
 def _pairs_of(group: Sequence[Row]) -> list[RowPair]:

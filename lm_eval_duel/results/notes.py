@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from lm_eval_duel.results import match
+from lm_eval_duel.errors import counted
+from lm_eval_duel.results import match, order
 from lm_eval_duel.results.doubts import FULL_PRECISION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.table import number, percent
+from lm_eval_duel.results.table import Note, number, percent
+
+SameOfTasks = Mapping[str, Mapping[Row, list[Row]]]
 
 
 def about_elbo(elbo: Row, why: str) -> str:
@@ -27,6 +30,29 @@ def about_elbo(elbo: Row, why: str) -> str:
     variant = f" ({elbo.variant})" if elbo.variant else ""
     remark = f" ({why})" if why else ""
     return f"ELBO of {elbo.model}{variant}: {text}{remark}"
+
+
+def shown_once(same: SameOfTasks, same_averages: SameOfTasks) -> Note:
+    """The number of rows that several results hold; empty without any. Both are of each task: rows and the others."""
+    listed = []
+    for name, of_task in same.items():
+        count = 0
+        differing = 0
+        for row, others in of_task.items():
+            count += bool(others)
+            differing += not all(order.are_equal(row.metrics, other.metrics) for other in others)
+        another = f" ({differing} with ANOTHER value)" if differing else ""
+        if count:
+            listed.append(f"{counted(count, 'value')} of {name}{another}")
+    for name, of_task in same_averages.items():
+        count = sum(map(bool, of_task.values()))
+        if count:
+            listed.append(f"the averages of {counted(count, 'row')} of {name}")
+    if not listed:
+        return Note()
+    return Note(
+        advice=f"Shown once, although several results hold them: {', '.join(listed)}. report.md names the files."
+    )
 
 
 def unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:

@@ -7,11 +7,13 @@ estimator, rule and the entries of their specs that define the value are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import match, read
 from lm_eval_duel.results.rows import SAME, Row, plain_row
 from lm_eval_duel.results.runs import NO_CACHE, Run
 from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, differing_keys, entries_for_names
@@ -36,23 +38,20 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     of different specs that share a name get a variant. The baseline is always kept.
     """
     same: dict[Row, list[Row]] = {}
-    notes = []
     for values in _values_of_methods(sorted(rows, key=_first_kept)):
         every_value = list(map(_with_documents_first, values))
         first_rows = [rows_of_value[0] for rows_of_value in every_value]
         shown = _disambiguated(first_rows)
         for row, rows_of_value in zip(shown, every_value, strict=True):
             same[row] = rows_of_value[1:]
-            for other in same[row]:
-                notes.append(_twice(row, other))
 
-    return Ordered(sorted_rows(same), same, notes)
+    return Ordered(sorted_rows(same), same, notes_on_others(same))
 
 
 def rows_of_averages(runs: Iterable[Run], name: str, baselines: Collection[Run]) -> list[Row]:
     """A row, of names only, for each run that has other averages of a task than perplexities: in the same order.
 
-    Two results of one value have two rows, since their documents may be others.
+    Two results of one value have two rows if their documents or their averages are others (see `once`).
     """
     rows = []
     for run in runs:
@@ -65,6 +64,64 @@ def rows_of_averages(runs: Iterable[Run], name: str, baselines: Collection[Run])
             for row in rows_of_value:
                 named.append(dataclasses.replace(row, variant=first.variant, variant_keys=first.variant_keys))
     return sorted_rows(named)
+
+
+class Once(NamedTuple):
+    """Runs, of which one holds each average. `same`: of each task, the rows of the others, without them now."""
+
+    runs: list[Run]
+    same: dict[str, dict[Row, list[Row]]]
+
+
+def once(runs: Sequence[Run], baselines: Collection[str]) -> Once:
+    """The runs, without averages that another one holds, too: of the same spec, documents and values.
+
+    A baseline keeps its averages, then a run with samples, then the newest. `baselines`: names of runs.
+    """
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.every_task)
+    same: dict[str, dict[Row, list[Row]]] = {}
+    repeated: dict[str, set[str]] = {run.name: set() for run in runs}  # the tasks that another run stands for
+    for name in names:
+        rows = [plain_row(run, name, baseline=run.name in baselines) for run in runs if run.scores(name)]
+        rows.sort(key=lambda row: (not row.ar, not read.has_samples(row.run.file, name), -row.run.header.date))
+        same[name] = {}
+        for values in _values_of_methods(rows):
+            for rows_of_value in values:
+                same[name] |= _with_same_averages(rows_of_value)
+        for other in itertools.chain(*same[name].values()):
+            repeated[other.run.name].add(name)
+    return Once([_without_averages(run, repeated[run.name]) for run in runs], same)
+
+
+def _with_same_averages(rows: Iterable[Row]) -> dict[Row, list[Row]]:
+    """The first of each group of rows of one value that have the same averages, with the others."""
+    same: dict[Row, list[Row]] = {}
+    for row in rows:
+        first = next((other for other in same if _have_same_averages(other, row)), None)
+        if first is None:
+            same[row] = []
+        else:
+            same[first].append(row)
+    return same
+
+
+def _have_same_averages(first: Row, second: Row) -> bool:
+    tasks = [row.run.every_task[row.task] for row in (first, second)]
+    if any(match.identity_differences(*tasks, sampled=False)):
+        return False
+    values, others = ({metric: value for metric, (value, _) in task.scores.items()} for task in tasks)
+    return values.keys() == others.keys() and are_equal(values, others)
+
+
+def _without_averages(run: Run, names: Collection[str]) -> Run:
+    if not names:
+        return run
+    tasks = dict(run.every_task)
+    for name in names:
+        tasks[name] = dataclasses.replace(tasks[name], scores={})
+    return dataclasses.replace(run, every_task=tasks)
 
 
 def _values_of_methods(rows: Iterable[Row]) -> Iterator[list[list[Row]]]:
@@ -131,10 +188,22 @@ def identity(row: Row) -> tuple:
     return tuple(entries)
 
 
+def notes_on_others(same: Mapping[Row, Iterable[Row]]) -> list[str]:
+    """A note on each row that another one stands for."""
+    notes = []
+    for row, others in same.items():
+        for other in others:
+            notes.append(_twice(row, other))
+    return notes
+
+
 def _twice(row: Row, other: Row) -> str:
     """A note on a second result of the same value."""
     equal = are_equal(row.metrics, other.metrics)
-    twice = f"{row.run.short_name} is shown, {other.run.short_name} holds it too"
+    names = [row.run.short_name, other.run.short_name]
+    if len(set(names)) == 1:  # copies of a file
+        names = [row.run.name, other.run.name]
+    twice = f"{names[0]} is shown, {names[1]} holds it too"
     return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
 
 

@@ -32,6 +32,8 @@ from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
+from lm_eval_duel.results.notes import shown_once
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
@@ -45,7 +47,7 @@ class Report:
     """The content of the files of a report.
 
     `runs`: the baselines first. `published`: figures of others. `documents`: of the page, with their orders.
-    `average_pairs`: of each task with averages other than perplexities.
+    `average_pairs`: of each task with averages other than perplexities. `same_averages`: as `order.Once` has them.
     """
 
     runs: list[Run]
@@ -55,6 +57,7 @@ class Report:
     published: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     documents: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     average_pairs: dict[str, list[AveragePair]] = dataclasses.field(default_factory=dict)
+    same_averages: dict[str, dict[Row, list[Row]]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def standings(self) -> Standings:
@@ -127,10 +130,11 @@ def collect(options: argparse.Namespace) -> Report:
     shown, notes_on_traces = traces.attach(shown)  # new records, so the baselines are found by their names
     notes += notes_on_traces
     baseline_names = {run.name for run in ar}
+    shown, same_averages = order.once(shown, baseline_names)
     baselines = [run for run in shown if run.name in baseline_names]
     tasks, apart = _compare_tasks(options, shown, baselines)
     notes += apart
-    notes.append(_shown_once(tasks))
+    notes.append(shown_once({name: task.same for name, task in tasks.items()}, same_averages))
 
     tasks_of_runs: dict[str, None] = dict.fromkeys(tasks)  # by their labels, too
     for run in runs:
@@ -156,6 +160,7 @@ def collect(options: argparse.Namespace) -> Report:
         published=published.by_source(options.published),
         documents=documents,
         average_pairs=average_pairs,
+        same_averages=same_averages,
     )
 
 
@@ -205,25 +210,6 @@ def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:
     table = f"the paired differences {of}".strip()
     listed = f"{name}: {count} of {counted(possible, 'pair')} of rows are among {table}"
     return Note(advice=f"{listed}; --pairs all lists every pair")
-
-
-def _shown_once(tasks: Mapping[str, Comparison]) -> Note:
-    """The number of values that several results hold, and that have one row; empty without any."""
-    listed = []
-    for name, task in tasks.items():
-        count = 0
-        differing = 0
-        for row, others in task.same.items():
-            count += bool(others)
-            differing += not all(order.are_equal(row.metrics, other.metrics) for other in others)
-        another = f" ({differing} with ANOTHER value)" if differing else ""
-        if count:
-            listed.append(f"{counted(count, 'value')} of {name}{another}")
-    if not listed:
-        return Note()
-    return Note(
-        advice=f"Shown once, although several results hold them: {', '.join(listed)}. report.md names the files."
-    )
 
 
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
@@ -357,7 +343,10 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
         parts.append(f"## Published: {escape(source['source'])}")
         parts.append(published.table(source).markdown())
     listed = run_tables.files(report.runs, report.baselines)
-    return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
+    parts += ["## Files", escape(listed.title), listed.markdown()]
+    for name, same in report.same_averages.items():
+        parts.append(bullets(f"averages of {name}: {text}" for text in order.notes_on_others(same)))
+    return spaced(parts)
 
 
 def _markdown_of_task(

@@ -3,7 +3,9 @@
 import csv
 import json
 import re
+import shutil
 import statistics
+from pathlib import Path
 
 import pytest
 from results import GONE, ours, per_token, put, report
@@ -18,7 +20,7 @@ TASK = "choice"
 
 def result(folder, scores, rule="greedy:k=1", metric="acc", **more):
     """A results file with an average over documents, and its samples."""
-    file = ours(folder, {TASK: {"token_perplexity": 9.0}}, rule=rule, **more)
+    file = ours(folder, {TASK: {"token_perplexity": 9.0}}, rule=rule, size=len(scores), **more)
     put(file, f"results.{TASK}", {f"{metric},none": statistics.mean(scores), f"{metric}_stderr,none": 0.125})
     put(file, f"configs.{TASK}.output_type", "multiple_choice")
     put(file, "higher_is_better", {TASK: {metric: True}})
@@ -118,7 +120,7 @@ def test_averages_of_other_documents_have_no_difference(tmp_path):
 
 def test_every_form_says_how_many_documents_a_limit_left(tmp_path):
     for scores, rule in ((BETTER, "greedy:k=1"), (WORSE, "margin")):
-        put(result(tmp_path / "results", scores, rule, size=20), f"n-samples.{TASK}.original", 40)
+        put(result(tmp_path / "results", scores, rule), f"n-samples.{TASK}.original", 40)
     report(tmp_path, "--page")
     for name in ("report.md", "accuracy_pairs_choice.tex", "index.html"):
         text = (tmp_path / "out" / name).read_text()
@@ -146,8 +148,8 @@ def test_equally_many_other_documents_have_no_difference(tmp_path):
     ],
 )
 def test_without_samples_the_numbers_of_documents_must_agree(tmp_path, place, value, stands):
-    file = result(tmp_path / "results", BETTER, size=20)
-    other = result(tmp_path / "results", WORSE, "margin", size=20)
+    file = result(tmp_path / "results", BETTER)
+    other = result(tmp_path / "results", WORSE, "margin")
     samples_of(file).unlink()
     put(other, place, value)
     [pair] = pairs(tmp_path)
@@ -274,6 +276,93 @@ def test_a_result_that_was_made_again_without_samples_keeps_its_intervals(other,
     [pair] = pairs(tmp_path)
     assert pair["difference"] == pytest.approx(statistics.mean(other) - statistics.mean(WORSE))
     assert (pair["interval"] is not None) == (other == BETTER)
+
+
+def copies(folder, file, name):
+    """A copy of a results file and its samples in another folder, written later."""
+    again = folder / "results" / name
+    again.mkdir(parents=True)
+    shutil.copy(samples_of(file), again)
+    return put(Path(shutil.copy(file, again)), "date", 1e6)
+
+
+def test_averages_that_two_results_hold_are_shown_once(tmp_path, capsys):
+    """In every form, and the report names the files; those with samples stay."""
+    first = result(tmp_path / "results", BETTER)
+    result(tmp_path / "results", WORSE, "margin")
+    again = copies(tmp_path, first, "again/MDLM")
+    written = report(tmp_path, "--page")
+    assert len(written["accuracies"][TASK]) == 2
+    [pair] = written["accuracy_pairs"][TASK]
+    assert pair["verdict"] == "greedy is better"
+    assert written["accuracies"][TASK][pair["first"]]["file"] == str(again)
+    assert "the averages of 1 row of choice" in capsys.readouterr().out
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"{again} is shown, {first} holds it too" in text
+    lines = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
+    assert sorted(line["rule"] for line in lines if line["metric"] == "acc") == ["greedy:k=1", "margin"]
+    assert len(models_of_page(tmp_path)) == 2
+
+    samples_of(again).unlink()
+    written = report(tmp_path)
+    assert written["accuracies"][TASK][written["accuracy_pairs"][TASK][0]["first"]]["file"] == str(first)
+    assert written["accuracy_pairs"][TASK][0]["interval"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (f"results.{TASK}.acc,none", 0.9),
+        ("task_hashes", {TASK: "other"}),
+        (f"n-samples.{TASK}.effective", 19),
+        ("config.spec.version", "2"),
+    ],
+)
+def test_averages_that_may_be_others_are_all_shown(tmp_path, place, value):
+    """Of other documents, with another value, or of another spec."""
+    file = result(tmp_path / "results", BETTER)
+    put(file, "task_hashes", {TASK: "one"})
+    result(tmp_path / "results", WORSE, "margin")
+    put(copies(tmp_path, file, "again"), place, value)
+    assert len(report(tmp_path)["accuracies"][TASK]) == 3
+
+
+def test_a_baseline_keeps_its_averages(several):
+    """Also if a newer copy of it is among the results."""
+    ours(several / "results", per_token(["sotu"], [20.0]))
+    file = result(several / "ar", WORSE, None, estimator="ar", model="Twin")
+    ours(several / "ar", per_token(["sotu"], [10.0]), model="Twin", estimator="ar")
+    copies(several, file, "again")
+    rows = [row for row in report(several)["accuracies"][TASK] if row["model"] == "Twin"]
+    assert [row["ar"] for row in rows] == [True]
+
+
+@pytest.mark.parametrize(
+    ("counts", "other_counts", "compared"),
+    [
+        ([20, 12], [20], (20, 20)),
+        ([12, 20], [12], (12, 12)),
+        ([20, 12], [20, 12], (20, 20)),
+        ([20, 12], [12, 20], (20, 20)),
+        ([20, 12], [15], (20, 15)),
+        ([12, 20], [15, 10], (20, 15)),
+    ],
+)
+@pytest.mark.parametrize("hashes", [True, False])
+def test_results_of_the_same_documents_are_compared_else_those_of_most(
+    tmp_path, hashes, counts, other_counts, compared
+):
+    """Hashes cover counts of tokens, so those of two models may differ."""
+    for rule, counts_of_rule in (("greedy:k=1", counts), ("margin", other_counts)):
+        for count in counts_of_rule:
+            file = result(tmp_path / "results", BETTER[:count], rule)
+            if hashes:
+                put(file, "task_hashes", {TASK: f"{rule} {count}"})
+    written = report(tmp_path)
+    [pair] = written["accuracy_pairs"][TASK]
+    rows = [written["accuracies"][TASK][pair[end]] for end in ("first", "second")]
+    assert tuple(int(row["identity"]["documents"]) for row in rows) == compared
+    assert (pair["difference"] is None) == (compared[0] != compared[1])
 
 
 def test_networks_of_two_temperatures_are_not_two_rules(tmp_path):
