@@ -60,6 +60,8 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Co
 
     exact = dict(_over_all_orders(estimator, windows))
     of_windows = counted(len(exact), "window")
+    if len(exact) < len(windows):
+        of_windows = f"{len(exact)} of {counted(len(windows), 'window')}"
     if isinstance(estimator, Lattice):
         comparisons.add("the order of the values over all orders", _lattice(estimator, windows))
     if isinstance(estimator, DuelEstimator) and exact:

@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval_duel.audit.checked import distance
 from lm_eval_duel.console.command_line import REASONS
 from lm_eval_duel.core.float_noise import nats_tolerance
-from lm_eval_duel.core.scores import perplexity
+from lm_eval_duel.core.scores import Value, perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import counted
 from lm_eval_duel.text.annotated import TokenText
@@ -122,6 +122,13 @@ class FromText:
             return nats_per_unit / math.log(2)
         return perplexity(nats_per_unit)
 
+    def _error(self, metric: str, stderr: float) -> float:
+        """The Monte Carlo error of a metric (delta method) of the one of the sum, in nats."""
+        count, _ = self.counts[metric]
+        if metric == "bits_per_byte":
+            return stderr / count / math.log(2)
+        return self.value(metric) * stderr / count
+
     def differing(self, printed: Mapping[str, float]) -> list[str]:
         """The differences from the numbers that the task prints, as text."""
         noise = nats_tolerance(sum(self.ids.values()))
@@ -155,8 +162,11 @@ class FromText:
         warning = unigram_warning(self.task, value, self.ids, self.vocabulary, self.at_most, stderr)
         return [warning] if warning else []
 
-    def lines(self, printed: Mapping[str, float]) -> list[str]:
-        """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""
+    def lines(self, printed: Mapping[str, float], value: Value, drawn: bool = False) -> list[str]:
+        """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window.
+
+        `value`: the sum in the run, with its kind and its error; `drawn`: it has one, even if that is not known.
+        """
         sizes = {"document": self.documents, "byte": self.bytes, "word": self.words, "token": self.tokens}
         counts = ", ".join(counted(number, noun) for noun, number in sizes.items())
         if self.counted_before:
@@ -167,14 +177,21 @@ class FromText:
                 f"  {counts}",
                 f"  log-probabilities and perplexities: not checked independently ({counted(self.alone, 'window')})",
             ]
+        kind = value.label
+        if value.error is not None:
+            kind += "; ± is the Monte Carlo error"
+        elif drawn:
+            kind += "; its error is not known"
         lines = [
-            f"From the text of {self.task}, by the tokenizer and the reference alone:",
+            f"From the text of {self.task}, by the tokenizer and the reference alone ({kind}):",
             f"  {counts}, {self.log_prob:.4f} nats",
         ]
+        sign = "≤ " if self.at_most else ""
         for metric in self.counts:
             if metric in printed:
-                value = self.value(metric)
-                lines.append(f"  {metric:<17} {value:>14.4f}   printed {printed[metric]:>14.4f}")
+                error = "" if value.error is None else f" ± {self._error(metric, value.error):.4f}"
+                computed = f"{sign}{self.value(metric):.4f}"
+                lines.append(f"  {metric:<17} {computed:>14}   printed {f'{sign}{printed[metric]:.4f}':>14}{error}")
         lines.append(f"  a unigram of these texts has a token perplexity of {self.unigram:.4f}")
         return lines
 

@@ -81,7 +81,7 @@ class Compared(NamedTuple):
     def __str__(self) -> str:
         verdict = "DIFFERS from" if self.differs else "equals"
         return (
-            f"network {verdict} {self.name} at {self.positions} masked positions of {self.rows} rows: largest "
+            f"network {verdict} {self.name} at {self.positions} positions of {self.rows} rows: largest "
             f"difference of a log-probability {self.difference:.2g} nats (tolerance {self.tolerance:g}), and of the "
             f"sum of a row {self.in_a_row:.2g} (tolerance {self.row_tolerance:g})"
         )

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.cli.audited_run import audit
 
     findings = audit(options)
-    lines = [findings.dtype, *map(str, findings.network), "", table(findings.checked), "", *findings.lines, ""]
+    lines = [findings.model, *map(str, findings.network), "", table(findings.checked), "", *findings.lines, ""]
     lines += [f"WARNING: {warning}." for warning in findings.warnings]
     print("\n".join(lines))
     print(findings.verdict)
@@ -71,7 +71,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ).parse_args(arguments)
     options.metadata = named.metadata_of_texts(options) | options.metadata
     model = model_of(options)
-    _require_no_results(str(model.get("pretrained", "")))
+    if model.get("pretrained"):
+        _require_no_results(str(model["pretrained"]))
     options.dtype = Options.parse(model).dtype  # of the run, for the record
     # The comparison needs numbers that are nearly exact, so a coarser dtype is not used.
     options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}

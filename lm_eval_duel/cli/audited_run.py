@@ -12,7 +12,8 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import reference
@@ -25,7 +26,10 @@ from lm_eval_duel.console.exits import INTERRUPTED, stop
 from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.denoisers.vocabulary import about_another_mask
 from lm_eval_duel.errors import counted, documentation
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.lm import DuelMDM
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+NO_PART_OF_A_VALUE = ("device", "batch_size")  # model args that change no number
 DOCUMENTS = 2  # the fewest that are scored together; their texts without the last word are added
 SAME = 1e-3  # relative difference up to which two standard errors of a total count as equal
 
@@ -47,9 +52,10 @@ SAME = 1e-3  # relative difference up to which two standard errors of a total co
 class Audit:
     """The findings of an audit."""
 
-    dtype: str  # sentences on the dtype audited, and its fingerprint
+    model: str  # sentences on the model that is audited
     network: list[network_check.Finding] = dataclasses.field(default_factory=list)
     not_compared: list[str] = dataclasses.field(default_factory=list)  # as text, with the reason
+    documents: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # by task: audited, of all
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
     comparisons: Comparisons = dataclasses.field(default_factory=Comparisons)  # of values with each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
@@ -94,11 +100,15 @@ class Audit:
 
         windows = counted(len(self.checked), "window")
         tokens = counted(sum(each.tokens for each in self.checked), "token")
+        documents = ""
+        if self.documents:
+            audited, available = map(sum, zip(*self.documents.values(), strict=True))
+            documents = f", {audited} of {counted(available, 'document')}"
         compared = ", ".join(self._compared()) or "nothing"
         not_compared = ", ".join(self._not_compared()) or "nothing"
         warned = f" Above: {counted(len(self.warnings), 'warning')}." if self.warnings else ""
         return (
-            f"{word}: {windows}, {tokens}. Compared: {compared}. Not compared: {not_compared}. "
+            f"{word}: {windows}, {tokens}{documents}. Compared: {compared}. Not compared: {not_compared}. "
             f"{documentation('audit.md')} lists what both sides share, and what no audit sees.{warned}"
         )
 
@@ -157,7 +167,10 @@ def audit(options: argparse.Namespace) -> Audit:
     tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, DOCUMENTS))
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
 
-    findings = Audit(described_dtype(lm, options.dtype))
+    findings = Audit(audited_model(lm, options.model, options.dtype))
+    another_mask = about_another_mask(options.model.get("pretrained", BUNDLED), lm.denoiser.mask_id, lm.tokenizer)
+    if another_mask:
+        findings.warnings.append(another_mask)
     unaudited = [str(task.config.task) for task in tasks]
     try:
         audit_network(lm, options.no_own_code, findings)
@@ -175,6 +188,8 @@ def audit(options: argparse.Namespace) -> Audit:
 
 def audit_task(lm: DuelMDM, task: Task, limit: int, findings: Audit) -> None:
     """Add the windows of the first `limit` documents of a task, and its printed numbers."""
+    available = len(task.eval_docs)
+    findings.documents[str(task.config.task)] = (min(limit, available), available)
     findings.not_compared.extend(metrics_not_compared(task))
     by_kind: dict[str, list[Any]] = {}
     for request in task.instances:
@@ -184,13 +199,15 @@ def audit_task(lm: DuelMDM, task: Task, limit: int, findings: Audit) -> None:
         audit_requests(lm, task, requests, limit, findings)
 
 
-def described_dtype(lm: DuelMDM, dtype: str) -> str:
-    """The dtype that is audited and its fingerprint; `dtype`: that of the run's model args."""
+def audited_model(lm: DuelMDM, model_args: Mapping[str, Any], dtype: str) -> str:
+    """Sentences on what is audited, its dtype and its fingerprint; `dtype`: that of the run's model args."""
     used = str(lm.options.dtype)
     others = "another dtype" if dtype in ("auto", used) else dtype
+    given = {"pretrained": BUNDLED, **model_args, "dtype": used}
+    described = ",".join(f"{key}={value}" for key, value in given.items() if key not in NO_PART_OF_A_VALUE)
     return (
-        f"Audited in {used}, fingerprint {lm.fingerprint}. A run in {others} has another fingerprint; "
-        "its verify=N measures how far its numbers are from these."
+        f"Audited by lm_eval_duel {version('lm_eval_duel')}: {described}, fingerprint {lm.fingerprint}. A run in "
+        f"{others} has another fingerprint; its verify=N measures how far its numbers are from these."
     )
 
 
@@ -289,9 +306,10 @@ def audit_text(
     printed = {}
     for metric, of_documents in items.items():
         printed[metric] = aggregation[metric](of_documents)
-    findings.lines.extend(texts.lines(printed))
-    findings.problems.extend(texts.differing(printed))
     total = lm.evaluation.total().tasks[texts.task].total
+    drawn = registry.find(lm.estimator.name).is_drawn
+    findings.lines.extend(texts.lines(printed, total.value, drawn))
+    findings.problems.extend(texts.differing(printed))
     findings.warnings.extend(texts.warnings(printed, total.perplexity_stderr))
 
 

@@ -143,19 +143,23 @@ def another_mask(mask_id: int | None, tokenizer: Any | None) -> int | None:
     return of_tokenizer
 
 
-def warn_of_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> None:
-    """Warn if a network's [MASK] is not the one that the tokenizer names."""
+def about_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> str:
+    """A warning that a network's [MASK] is not the one that the tokenizer names; empty if it is."""
     of_tokenizer = another_mask(mask_id, tokenizer)
     if tokenizer is None or of_tokenizer is None:
-        return
-    log.warning(
-        "%s is scored with mask_token_id=%s (%r), and the tokenizer's [MASK] is %s (%r), which counts as a token",
-        name,
-        mask_id,
-        tokenizer.convert_ids_to_tokens(mask_id),
-        of_tokenizer,
-        tokenizer.mask_token,
+        return ""
+    token = tokenizer.convert_ids_to_tokens(mask_id)
+    return (
+        f"{name} is scored with mask_token_id={mask_id} ({token!r}), and the tokenizer's [MASK] is {of_tokenizer} "
+        f"({tokenizer.mask_token!r}), which counts as a token"
     )
+
+
+def warn_of_another_mask(name: str, mask_id: int | None, tokenizer: Any | None) -> None:
+    """Log the warning of `about_another_mask`, if there is one."""
+    warning = about_another_mask(name, mask_id, tokenizer)
+    if warning:
+        log.warning("%s", warning)
 
 
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:

@@ -51,7 +51,7 @@ def test_options_before_different_texts(folder, tmp_path, capsys):
     audit.main(command(folder, "duel_choice", *files))
 
     out = capsys.readouterr().out
-    assert "PASS: 4 windows, 8 tokens. Compared: 4 windows with the reference" in out
+    assert "PASS: 4 windows, 8 tokens, 2 of 2 documents. Compared: 4 windows with the reference" in out
     assert "Not compared: the network (--no_own_code), acc, acc_norm, brier, ece of duel_choice." in out
     assert "document 1, option 1, window 0" in out
 
@@ -64,6 +64,44 @@ def test_a_text_of_probability_0_is_compared_by_its_tokens_alone(folder, texts, 
     assert re.search(r"windows? with the reference \(\d+ of probability 0, by the single tokens alone\)", out)
     assert "best order" not in out
     assert "WARNING: the token perplexity of duel_text is infinite" in out
+
+
+def test_a_folder_with_results_is_no_model_that_was_not_named(tmp_path, monkeypatch):
+    (tmp_path / "results_1.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert "pretrained" not in audit.parse(["--tasks", "sotu"]).model
+    with pytest.raises(DuelError, match="not results such as"):
+        audit.parse(["--model_args", f"pretrained={tmp_path}", "--tasks", "sotu"])
+
+
+def test_another_mask_than_the_tokenizer_names_is_a_warning_of_the_verdict(folder, tmp_path, capsys):
+    texts = tmp_path / "letters.txt"
+    texts.write_text("m b d e f g h")
+    audit.main(command(folder, str(texts), "--no_own_code", args="rule=greedy,block=4,mask_token_id=7"))
+
+    out = capsys.readouterr().out
+    assert "WARNING: " in out
+    assert "mask_token_id=7" in out
+    assert re.search(r" Above: \d warnings?\.$", out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("samples", [8, 32])
+def test_values_that_are_not_exact_have_their_sign_and_error(folder, texts, capsys, samples):
+    """Of two rows, eight samples give no error."""
+    audit.main(command(folder, texts, "--no_own_code", args=f"estimator=elbo,mc_samples={samples}"))
+
+    out = capsys.readouterr().out
+    error_is_known = samples == 32
+    words = "± is the Monte Carlo error" if error_is_known else "its error is not known"
+    assert f"alone (an upper bound of the perplexity; {words}):" in out
+    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
+        [line] = [line for line in out.splitlines() if metric in line]
+        _, below, value, _, also_below, printed, *error = line.split()
+        assert below == also_below == "≤"
+        assert float(value) == pytest.approx(float(printed), rel=1e-4)
+        assert len(error) == (2 if error_is_known else 0)
+        if error:
+            assert 0 < float(error[1]) < float(value)
 
 
 def test_texts_have_the_names_of_their_files(folder, tmp_path, capsys, monkeypatch):
@@ -109,7 +147,7 @@ def test_all_three_parts(folder, texts, capsys):
 
     verdict = out.splitlines()[-1]
     compared = "2 windows with the reference, the network with Bert"
-    assert verdict.startswith(f"PASS: 2 windows, 18 tokens. Compared: {compared}")
+    assert verdict.startswith(f"PASS: 2 windows, 18 tokens, 1 of 1 document. Compared: {compared}")
     for what in ("the weights with the files", "totals and their errors", "the best order", "printed numbers"):
         assert what in verdict
     assert f"Not compared: nothing. {documentation('audit.md')} lists" in verdict
@@ -233,7 +271,7 @@ def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, caps
     assert exit_code("audit", *command(folder, str(texts), args="estimator=mixture,block=7")) == 3
 
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens.")
+    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens, 1 of 1 document.")
     assert out.count(" run alone\n") == 1
     assert "1 window (a block of more than 6 positions has too many orders to list)" in out
 
@@ -308,7 +346,7 @@ def test_an_interrupted_audit_says_what_it_has_compared(step, error, code, folde
 
 def test_a_coarser_dtype_is_raised_to_float32(folder, texts, capsys):
     audit.main(command(folder, texts, "--no_own_code", args="rule=greedy,block=4,dtype=bfloat16"))
-    assert "Audited in float32, fingerprint" in capsys.readouterr().out
+    assert "dtype=float32, fingerprint" in capsys.readouterr().out
 
 
 def test_a_dtype_that_a_run_refuses_is_refused(texts):

@@ -15,6 +15,7 @@ from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.recompute import _wrong_tie
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.float_noise import nats_tolerance
+from lm_eval_duel.core.scores import Value
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import denoiser as dit
 
@@ -278,15 +279,15 @@ def test_a_perplexity_above_the_number_of_tokens_is_odd_on_any_text():
 def test_lines_for_the_terminal():
     task = of_task(DOCUMENTS[:2])
     printed = {"token_perplexity": 4.5, "bits_per_byte": 2.0, "other": 1.0}
-    assert task.lines(printed) == [
-        "From the text of task, by the tokenizer and the reference alone:",
+    assert task.lines(printed, Value(0.0)) == [
+        "From the text of task, by the tokenizer and the reference alone (a likelihood):",
         f"  2 documents, 10 bytes, 4 words, 8 tokens, {-1.5 * 8:.4f} nats",
         f"  token_perplexity  {math.exp(1.5):14.4f}   printed         4.5000",
         f"  bits_per_byte     {1.5 * 8 / 10 / math.log(2):14.4f}   printed         2.0000",
         f"  a unigram of these texts has a token perplexity of {task.unigram:.4f}",
     ]
     task.alone = 1
-    assert task.lines(printed)[1:] == [
+    assert task.lines(printed, Value(0.0))[1:] == [
         "  2 documents, 10 bytes, 4 words, 8 tokens",
         "  log-probabilities and perplexities: not checked independently (1 window)",
     ]
@@ -344,7 +345,7 @@ def test_verdicts_on_networks():
         assert verdict.differs == differs
         words = "DIFFERS from A" if differs else "equals A"
         assert str(verdict) == (
-            f"network {words} at 34 masked positions of 2 rows: largest difference of a log-probability {one:.2g} nats "
+            f"network {words} at 34 positions of 2 rows: largest difference of a log-probability {one:.2g} nats "
             f"(tolerance 0.001), and of the sum of a row {row:.2g} (tolerance 0.01)"
         )
 

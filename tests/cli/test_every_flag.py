@@ -443,8 +443,9 @@ def test_an_audit_is_in_float32_or_better(args, used, of_run):
     assert options.dtype == of_run
 
     lm = SimpleNamespace(options=SimpleNamespace(dtype=used), fingerprint="f")
-    said = audited_run.described_dtype(lm, options.dtype)
-    assert said.startswith(f"Audited in {used}, fingerprint f. A run in ")
+    said = audited_run.audited_model(lm, options.model, options.dtype)
+    assert f"dtype={used}, fingerprint f. A run in " in said
+    assert "pretrained=demo-mdm" in said
     other = "another dtype" if of_run in ("auto", used) else of_run
     assert f"A run in {other} has" in said
 
