@@ -140,10 +140,12 @@ def float32_estimator(options: Options, text: TextEncoder, device: str | None) -
 
 
 def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
-    """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite."""
+    """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite.
+
+    `where`: the window that differs most, with its problems; if none differs, that with the largest difference.
+    """
     largest = max(checked, key=lambda each: each.difference)
     by_order = max(checked, key=lambda each: each.order_difference)
-    values = f"{largest.log_prob:.6f} in the run, {largest.again.log_prob:.6f} by {largest.again.route}"
 
     tokens = 0
     routes: Counter[str] = Counter()
@@ -165,11 +167,19 @@ def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
         "not_checked_independently": alone,
         "largest_difference": _finite(largest.difference),
         "largest_order_difference": _finite(by_order.order_difference),
-        "where": f"{largest.where}: {values}",
+        "where": _where(checked),
         "changed_picks": changed_picks,
         "ties": ties,
         "differing_windows": differing,
     }
+
+
+def _where(checked: Sequence[CheckedWindow]) -> str:
+    """The window that differs most, and how."""
+    worst = max(checked, key=lambda each: (each.differs, each.difference, each.order_difference))
+    values = f"{worst.log_prob:.6f} in the run, {worst.again.log_prob:.6f} by {worst.again.route}"
+    differences = "; ".join(worst.problems) or values  # the values may agree where something else differs
+    return f"{worst.where}: {differences}"
 
 
 def _finite(nats: float) -> float | None:
@@ -179,15 +189,17 @@ def _finite(nats: float) -> float | None:
 def summary(checked: Sequence[CheckedWindow]) -> str:
     """A summary of the comparison of at least one window, for the log."""
     counts = describe(checked)
-    largest = max(each.difference for each in checked)
+    largest = max(checked, key=lambda each: each.difference)
     by_order = max(checked, key=lambda each: each.order_difference)
     routes = ", ".join(f"{count} by {route}" for route, count in counts["routes"].items())
     alone = counts["not_checked_independently"]
+    at_largest = largest.where if counts["differing_windows"] else counts["where"]
     return (
         f"verify: {counted(counts['windows'], 'window')} scored again in float32 ({routes}): largest difference "
         f"{by_order.order_difference:.3g} nats along the rule's order in float32 ({by_order.where}), "
-        f"{largest:.3g} nats along the run's order ({counts['where']}); "
+        f"{largest.difference:.3g} nats along the run's order ({at_largest}); "
         f"{counts['changed_picks']} picks are not the rule's and {counts['ties']} are its ties; "
         f"differences beyond float32 noise in {counted(counts['differing_windows'], 'window')}"
+        + (f", the largest in {counts['where']}" if counts["differing_windows"] else "")
         + (f"; {alone} not checked independently" if alone else "")
     )

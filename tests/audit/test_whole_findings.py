@@ -100,8 +100,7 @@ def test_a_summary_counts_every_window(count, last):
         "not_checked_independently": routes[ALONE],
         "largest_difference": differences[largest.where],
         "largest_order_difference": largest_order_difference,
-        "where": f"{largest.where}: {largest.log_prob:.6f} in the run, {largest.again.log_prob:.6f} by "
-        f"{largest.again.route}",
+        "where": description["where"],  # tested below
         "changed_picks": sum(checked_window.again.other_picks or 0 for checked_window in windows),
         "ties": sum(checked_window.again.ties or 0 for checked_window in windows),
         "differing_windows": differing,
@@ -112,7 +111,8 @@ def test_a_summary_counts_every_window(count, last):
     parts = [
         f"verify: {count} window{'s' if count > 1 else ''} ",
         f"difference {largest_order_difference:.3g} nats along the rule's order in float32 ({order_differs_at})",
-        f"{description['largest_difference']:.3g} nats along the run's order ({description['where']})",
+        f"{description['largest_difference']:.3g} nats along the run's order ({largest.where}",
+        description["where"],
         f"{description['changed_picks']} picks ",
         f"{description['ties']} are its ties",
         f"noise in {differing} window{'s' if differing != 1 else ''}",
@@ -120,6 +120,27 @@ def test_a_summary_counts_every_window(count, last):
     for part in parts:
         assert part in text
     assert text.endswith(f"; {routes[ALONE]} not checked independently") == (routes[ALONE] > 0)
+
+
+SAME = f"{-4:.6f}"
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        ([(3, -4.0, Recomputed(-4.0))], [SAME, "window 0"]),  # none differs
+        ([(3, -4.0, Recomputed(-4.0, problems=("2 picks of a:B",)))], ["2 picks of a:B"]),
+        ([(3, -4.0, Recomputed(-4.0, other_picks=2)), (3, -4.0, Recomputed(-4.0 - 1e-9))], ["2 picks", "window 0"]),
+        ([(3, -4.0, Recomputed(-4.0, other_picks=2)), (3, -5.0, Recomputed(-5.5))], [f"{-5.5:.6f}", "window 1"]),
+    ],
+)
+def test_the_window_that_differs_most_is_named_with_its_problems(windows, said):
+    """And not by two equal values."""
+    windows = checked(*windows)
+    where = verify.describe(windows)["where"]
+    assert all(text in where for text in said)
+    assert (SAME in where) == (SAME in said)
+    assert where in verify.summary(windows)
 
 
 def test_an_infinite_difference_is_null():
