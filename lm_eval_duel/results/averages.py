@@ -205,7 +205,9 @@ def _no_difference(name: str, metric: str, runs: tuple[Run, Run], scores: Mappin
     keys, other_keys = (_documents_of(scores[run], metric) for run in runs)
     sampled = bool(keys and other_keys)
     for difference in match.identity_differences(first, second, sampled):
-        return Note(f"no difference: {difference.field}: {difference.first} and {difference.second}")
+        return Note(
+            f"no difference: the runs have other {difference.field}: {difference.first} and {difference.second}"
+        )
     if sampled and keys != other_keys:
         shared = f"{len(keys & other_keys)} of them in both"
         numbers = f"{len(keys)} and {len(other_keys)}, {shared}"

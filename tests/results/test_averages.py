@@ -331,7 +331,7 @@ def test_a_baseline_keeps_its_averages(several):
     """Also if a newer copy of it is among the results."""
     ours(several / "results", per_token(["sotu"], [20.0]))
     file = result(several / "ar", WORSE, None, estimator="ar", model="Twin")
-    ours(several / "ar", per_token(["sotu"], [10.0]), model="Twin", estimator="ar")
+    put(file, "results.sotu", {"token_perplexity,none": 10.0})
     copies(several, file, "again")
     rows = [row for row in report(several)["accuracies"][TASK] if row["model"] == "Twin"]
     assert [row["ar"] for row in rows] == [True]
