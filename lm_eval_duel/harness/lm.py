@@ -235,6 +235,9 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         }
         if self.denoiser.unread_entries:
             duel["unread_config"] = list(self.denoiser.unread_entries)
+        followed = followed_rules(self.estimator)
+        if RULE_CODE in followed:  # not part of a lattice's spec
+            duel[RULE_CODE] = followed[RULE_CODE]
         decided_otherwise = rule_doubt(duel)
         if decided_otherwise:
             log.warning("%s", decided_otherwise)

@@ -100,8 +100,8 @@ class Checked(Around):
     In the lanes that the rule sees `row` is 0, so that it cannot depend on a window's number.
 
     Raises:
-        DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, changed
-            the lanes, or let a NaN decide.
+        DuelError: the rule raised an exception, returned anything but planes of the lanes' shape and device, or a
+            memory although it is `state_only`, changed the lanes, or let a NaN decide.
         InconsistentOutput: it decided differently when it was asked again, or its operations got other numbers.
         RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set
             and its step or memory moves on, for 4,096 steps of a block.
@@ -335,6 +335,11 @@ class Checked(Around):
             raise DuelError(
                 f"{self._with_place}: its memory must be a tuple of tensors, such as memory=(plane,); got "
                 f"{type(decision.memory).__name__}."
+            )
+        if decision.memory and self.rule.state_only:
+            raise DuelError(
+                f"{self._with_place} declares state_only = True, which promises that its picks depend on the revealed "
+                "tokens alone, but it returned a memory. Leave one of the two out."
             )
         for plane in decision.memory:
             self._require_form("memory", plane, lanes)

@@ -13,6 +13,7 @@ from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
+from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.harness import store
 from lm_eval_duel.harness.store import Answers
@@ -62,6 +63,19 @@ def test_the_fingerprint_of_a_file_does_not_depend_on_the_rules_that_a_lattice_f
     first = cached(model(estimator="mixture", lattice_rules="greedy"), tmp_path)
     with pytest.raises(DuelError, match=re.escape(f"({first.lm.fingerprint}, this run is ")):
         cached(model(block=2), tmp_path)
+
+
+class Followed(rules.RULES["greedy"]):
+    """A user's own rule."""
+
+
+def test_the_code_of_a_rule_that_a_lattice_follows_is_in_the_results(model):
+    """And not in the fingerprint, which is that of the value over all orders."""
+    plain = model(estimator="mixture").get_model_info()
+    followed = model(estimator="mixture", lattice_rules="test_cache:Followed").get_model_info()
+    assert followed["fingerprint"] == plain["fingerprint"]
+    assert followed["duel"]["lattice_rule_code"] == Followed().describe()["rule_code"]
+    assert "lattice_rule_code" not in plain["duel"]
 
 
 def test_a_file_of_another_format_is_refused(model, tmp_path):

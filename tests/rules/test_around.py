@@ -106,7 +106,6 @@ class Chance(rules.Rule):
     how: str = "global"
     margin: bool = True  # it gives one
     state_only = True
-    calls: ClassVar = itertools.count()
 
     def __call__(self, predictions, lanes):
         count, width = lanes.masked.shape
@@ -121,8 +120,6 @@ class Chance(rules.Rule):
         elif self.how == "width":
             is_fourth_from_the_end = torch.arange(width) == width - 4
             score = predictions.confidence * (is_fourth_from_the_end * 9)
-        elif self.how == "memory":
-            return rules.Decision(first, memory=(torch.full((count, width), next(self.calls)),))
         elif self.how == "array":
             return lanes.masked.numpy()
         elif self.how == "device":
@@ -141,13 +138,11 @@ class Chance(rules.Rule):
         ("seeded", ""),
         ("batch", ""),
         ("width", ""),
-        ("memory", ""),
         ("lanes", ""),
         ("array", ""),
         ("device", ""),
         ("batch", ":sub_block=3"),
         ("lanes", ":seed_first=true"),
-        ("memory", ":sub_block=3"),
     ],
 )
 def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
@@ -165,6 +160,36 @@ def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
             Lattice(toy, 3, LatticeArguments([Chance()])).log_prob(windows)
         with pytest.raises(DuelError, match="not deterministic"):
             DuelEstimator(toy, Chance(), 6).sample([(1,)], 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsCalls(rules.Rule):
+    """Negative control: its memory counts its calls."""
+
+    calls: ClassVar = itertools.count()
+
+    def __call__(self, predictions, lanes):
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
+        return rules.Decision(first, memory=(torch.full(lanes.masked.shape, next(self.calls)),))
+
+
+@dataclasses.dataclass(frozen=True)
+class StateOnlyWithMemory(rules.Rule):
+    """Negative control: it remembers, although it says that it reads the revealed tokens alone."""
+
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
+        return rules.Decision(first, memory=(predictions.entropy,))
+
+
+@pytest.mark.parametrize("around", ["", ":sub_block=3"])
+@pytest.mark.parametrize(("name", "named"), [("CountsCalls", "not deterministic"), ("StateOnlyWithMemory", "memory")])
+def test_a_memory_that_is_no_function_or_was_not_declared_is_refused(name, named, around):
+    duel = DuelEstimator(Toy(length=8), rules.parse(f"test_around:{name}{around}"), 6)
+    with pytest.raises(DuelError, match=named):
+        duel.log_prob([Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1))])
 
 
 @dataclasses.dataclass(frozen=True)
