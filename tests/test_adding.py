@@ -56,7 +56,13 @@ def add(file, name, code):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "steps"),
-    [("## A rule", 3), ("## A task", 3), ("## A family of checkpoints", 3), ("## An estimator", 4)],
+    [
+        ("## A rule", 3),
+        ("## A rule with a memory", 2),
+        ("## A task", 3),
+        ("## A family of checkpoints", 3),
+        ("## An estimator", 4),
+    ],
 )
 def test_the_recipe_works(heading, steps, tmp_path):
     for name in ("lm_eval_duel", "task_configs", "tests/helpers"):
