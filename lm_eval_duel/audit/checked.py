@@ -30,6 +30,7 @@ class Recomputed:
     own_order: float | None = None  # the log-probability along the reference's order, where that is another one
     problems: tuple[str, ...] = ()  # what else differs
     why_alone: str = ""
+    first_other_pick: str = ""  # the tokens that the run and the rule reveal, where they first differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,8 @@ class CheckedWindow:
         if self.difference > self.tolerance:
             problems.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
         if self.again.other_picks:
-            problems.append(f"{self.again.other_picks} picks that are not the rule's")
+            first = f" (first {self.again.first_other_pick})" if self.again.first_other_pick else ""
+            problems.append(f"{self.again.other_picks} picks that are not the rule's{first}")
         return [*problems, *self.again.problems]
 
     @property

@@ -88,6 +88,7 @@ def along_the_order(
     return Recomputed(
         path.ll,
         other_picks=followed.other_picks,
+        first_other_pick=followed.first_other_pick,
         ties=followed.ties,
         own_order=own_order,
         problems=tuple(problems),
@@ -134,25 +135,35 @@ class Followed:
         self.F = F
         self.step = 0
         self.other_picks = 0
+        self.first_other_pick = ""
         self.ties = 0
         self.is_greedy = True
         self.top_tokens_tie = False
 
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         picked = [ell for ell in M if self.steps[ell] == self.step]
-        if {*self.F(log_P, M)} != {*picked}:
+        of_rule = self.F(log_P, M)
+        if {*of_rule} != {*picked}:
             # Where all positions are equal because the network has relative positions, the lowest is first: no tie.
             decided = self.network.relative_positions and all_equal(log_P, M)
             if not decided and in_a_tie(self.F, log_P, M, picked):
                 self.ties += 1
             else:
                 self.other_picks += 1
+                if not self.first_other_pick:
+                    self.first_other_pick = self._described(picked, of_rule)
         if isinstance(self.F, StepRule):
             self.F.advance()
         for ell in picked:
             self._compare_with_top(log_P[ell], self.network.x[ell])
         self.step = 0 if len(picked) == len(M) else self.step + 1
         return picked
+
+    def _described(self, picked: list[int], of_rule: list[int]) -> str:
+        """A state in words: its step, and the tokens that the run and the rule reveal there, counted in the target."""
+        first = self.network.origin
+        tokens, of_rule_too = ([str(ell - first) for ell in sorted(ells)] for ells in (picked, of_rule))
+        return f"at step {self.step}: token {', '.join(tokens)}, not {', '.join(of_rule_too)}"
 
     def _compare_with_top(self, log_p: torch.Tensor, token: int) -> None:
         """Note it if a token is not the most probable one of its position, with log-probabilities log_p (V,)."""

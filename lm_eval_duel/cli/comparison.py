@@ -46,7 +46,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     for other in others:
         from_first = match.differences(first, other, TASK)
         differences.append(from_first)
-        pairs.append(_pair(task, first, other, from_first))
+        pairs.append(_pair(task, first, other))
     task = dataclasses.replace(task, rows=_as_named(task.rows, runs), pairs=pairs)
 
     remarks = [*_infinities(scored), *_sizes(scored), *_settings(runs), *_differences(task, runs, differences)]
@@ -67,14 +67,11 @@ def _as_named(rows: Sequence[compare.ComparedRow], runs: Sequence[Run]) -> list[
     return sorted(rows, key=lambda each: places[id(each.row.run)])
 
 
-def _pair(task: compare.Comparison, first: Run, other: Run, from_first: Sequence[match.Difference]) -> Pair:
-    """The difference of two models. It has no verdict if the two differ in what `report` refuses to compare."""
+def _pair(task: compare.Comparison, first: Run, other: Run) -> Pair:
+    """The difference of two models."""
     pair = task.pair(_row_of(first, task), _row_of(other, task))
     if first.config.fingerprint == other.config.fingerprint:
         return dataclasses.replace(pair, better="", verdict=SAME_MODEL)
-    for difference in from_first:
-        if not difference.is_allowed(task.metric):
-            return dataclasses.replace(pair, better="", verdict=f"no verdict: the {difference.field} differ")
     return pair
 
 

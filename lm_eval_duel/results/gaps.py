@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from lm_eval_duel.results import rows, stats
+from lm_eval_duel.results import match, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import NO_CACHE
 from lm_eval_duel.results.spec_entries import ESTIMATOR_KEYS, NON_IDENTITY_KEYS
@@ -103,7 +103,10 @@ def unit(metric: str) -> str:
 
 
 def pair(first: Row, second: Row, draws: Draws) -> Pair:
-    """The difference of two rows with its interval (or the reason why there is none) and verdict."""
+    """The difference of two rows with its interval (or the reason why there is none) and verdict.
+
+    It has no verdict if the two differ in what `report` refuses to compare without --as_published.
+    """
     names = rows.names((first, second))
     sides = []
     for row, name in zip((first, second), names, strict=True):
@@ -114,7 +117,11 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
         reason = Note("no difference of an infinite perplexity")
     elif paired.interval is None:
         reason = no_interval(second if first in draws else first)
-    return Pair(**vars(paired), first=first, second=second, reason=reason)
+    of_rows = Pair(**vars(paired), first=first, second=second, reason=reason)
+    for difference in match.differences(first.run, second.run, first.task):
+        if not difference.is_allowed(first.metric):
+            return dataclasses.replace(of_rows, better="", verdict=f"no verdict: {difference.sentence}")
+    return of_rows
 
 
 def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:

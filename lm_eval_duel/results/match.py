@@ -12,6 +12,7 @@ from lm_eval_duel.results.table import number
 
 TWIN = "score it with lm-eval-duel run --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 TWIN_IN_SCORE = "name one to lm-eval-duel score: --compare pretrained=...,estimator=ar"
+UNKNOWN_TOKENIZER = "tokenizer (unknown)"
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
 SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
 SAME_WINDOWS = (
@@ -113,6 +114,13 @@ class Difference(NamedTuple):
     def is_of_tokenizers(self) -> bool:
         return self.field.startswith("tokenizer")
 
+    @property
+    def sentence(self) -> str:
+        """The difference as a reason against a verdict."""
+        if self.field == UNKNOWN_TOKENIZER:
+            return "the tokenizers may differ"
+        return "the tokenizers differ" if self.is_of_tokenizers else f"the {self.field} differ"
+
     def is_allowed(self, metric: str) -> bool:
         """True if values of this metric may be compared in spite of it."""
         return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == "windows")
@@ -188,7 +196,7 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
         field = "tokenizer"
         remedy = "compare word or byte perplexity (--metric word_perplexity)"
         if tokens is None:
-            field = "tokenizer (unknown)"
+            field = UNKNOWN_TOKENIZER
             remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
         described = _described_tokenizer(first, name)
         other_described = _described_tokenizer(second, name)

@@ -1,5 +1,6 @@
 """What an audit says of right and wrong values, recounted by hand: windows, totals, texts, networks."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -36,6 +37,10 @@ def test_a_window_differs_just_above_the_tolerance(tokens):
     with_other_picks = Recomputed(-1.0, other_picks=2, own_order=-3.0, problems=("p",))
     compared = CheckedWindow("x", window, -1.0, with_other_picks)
     assert compared.problems == ["2 picks that are not the rule's", "p"]
+    place = "at step 1: token 3, not 4"
+    again = dataclasses.replace(compared.again, first_other_pick=place)
+    [problem, _] = dataclasses.replace(compared, again=again).problems
+    assert place in problem
     assert compared.difference == 0.0
     assert compared.order_difference == 2.0
 

@@ -217,8 +217,9 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
         label="MDM",
         key="w",
         has_cache=cache != "none",
-        config=SimpleNamespace(ours=True, block=block, cache=cache),
-        spec=spec,
+        config=SimpleNamespace(ours=True, block=block, cache=cache, duel={}),
+        spec={"tokenizer": "one", **spec},
+        tasks={"t": SimpleNamespace(rolling=False)},
         every_task={"t": SimpleNamespace(unknown=0)},
     )
     return Row(

@@ -110,6 +110,9 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     tables = [_latex(report, name, kind, table) for name, kind, table in report.tables() if kind == "methods"]
     for table in tables:
         assert latex_text(f"differs: {difference}") in table
+    [pair] = report.tasks["sotu"].pairs
+    assert not pair.better
+    assert pair.verdict == "no verdict: the windows differ"
     assert tables
 
 

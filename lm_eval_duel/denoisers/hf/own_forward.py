@@ -103,6 +103,8 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
             "estimator=ar and attention=causal out."
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
+    if options.shift_logits is False:  # `refuse` takes False for an argument that was left out
+        raise DuelError(f"{options.name} is a causal LM, whose logits are always shifted; leave shift_logits out.")
     if options.trust_remote_code:
         model_config = AutoConfig.from_pretrained(
             options.name,
