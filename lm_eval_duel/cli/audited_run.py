@@ -59,6 +59,7 @@ class Audit:
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
     comparisons: Comparisons = dataclasses.field(default_factory=Comparisons)  # of values with each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
+    printed_numbers: bool = False  # those of a task were compared with its text and the reference
     # Of an argument that may be wrong. They are no failures of the package.
     warnings: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)  # that concern no single window
@@ -132,7 +133,7 @@ class Audit:
             compared.append(f"{counted(len(windows), 'window')} with the reference{alone}")
         compared += [finding.what for finding in self.network]
         compared += dict.fromkeys(self.comparisons.compared)
-        if self.lines:
+        if self.printed_numbers:
             compared.append("printed numbers with the text")
         return compared
 
@@ -308,6 +309,10 @@ def audit_text(
         printed[metric] = aggregation[metric](of_documents)
     total = lm.evaluation.total().tasks[texts.task].total
     drawn = registry.find(lm.estimator.name).is_drawn
+    if texts.alone:
+        findings.not_compared.append(f"printed perplexities of {texts.task}")
+    else:
+        findings.printed_numbers = True
     findings.lines.extend(texts.lines(printed, total.value, drawn))
     findings.problems.extend(texts.differing(printed))
     findings.warnings.extend(texts.warnings(printed, total.perplexity_stderr))

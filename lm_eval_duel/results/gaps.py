@@ -312,7 +312,10 @@ def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
     if not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
         return Note("no gap closed of an infinite perplexity")
     if not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):
-        return Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and {ar.model} {number(ar.value)}")
+        both = f"ELBO {with_error(elbo)} and {ar.model} {number(ar.value)}"
+        if elbo.stderr_reason:  # without its error, nothing says that the two are near each other
+            return Note(f"no gap closed, {both}: {elbo.stderr_reason}")
+        return Note(f"{UNCLEAR}: {both}")
     return Note(BETTER if elbo.value <= ar.value else "")
 
 

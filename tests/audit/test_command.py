@@ -272,6 +272,8 @@ def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, caps
 
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens, 1 of 1 document.")
+    assert "printed numbers with the text" not in out
+    assert "printed perplexities of duel_text" in out
     assert out.count(" run alone\n") == 1
     assert "1 window (a block of more than 6 positions has too many orders to list)" in out
 

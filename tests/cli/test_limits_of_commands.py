@@ -167,7 +167,7 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     findings.not_compared = ["the network (--no_own_code)"]
     findings.comparisons.add("draws", [])
     findings.comparisons.add("draws", [])
-    findings.lines = ["a line"]
+    findings.printed_numbers = True
     findings.warnings = ["odd", "odder"]
 
     assert findings.verdict == (
