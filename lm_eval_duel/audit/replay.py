@@ -162,8 +162,9 @@ class Followed:
     def _described(self, picked: list[int], of_rule: list[int]) -> str:
         """A state in words: its step, and the tokens that the run and the rule reveal there, counted in the target."""
         first = self.network.origin
-        tokens, of_rule_too = ([str(ell - first) for ell in sorted(ells)] for ells in (picked, of_rule))
-        return f"at step {self.step}: token {', '.join(tokens)}, not {', '.join(of_rule_too)}"
+        revealed = ", ".join(str(ell - first) for ell in sorted(picked))
+        wanted = ", ".join(str(ell - first) for ell in sorted(of_rule))
+        return f"at step {self.step}: token {revealed}, not {wanted}"
 
     def _compare_with_top(self, log_p: torch.Tensor, token: int) -> None:
         """Note it if a token is not the most probable one of its position, with log-probabilities log_p (V,)."""
