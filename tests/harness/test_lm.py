@@ -23,7 +23,7 @@ def demo():
 def by_hand(lm, context, target):
     window = Window((2, *lm.tok_encode(context)), lm.tok_encode(target), (3,))
     [score] = Duel(lm.denoiser, "greedy", 4).log_prob([window])
-    return pytest.approx(score.log_prob, abs=1e-4), score.is_greedy
+    return pytest.approx(score.log_prob, abs=5e-4), score.is_greedy
 
 
 def rolling(*texts):

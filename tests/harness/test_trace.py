@@ -122,7 +122,7 @@ def test_a_lattice_leaves_a_trace_with_the_order_of_each_rule(folder, tmp_path):
         assert followed["reveal_steps"] == alone["reveal_steps"]
         assert followed["nfe"] == alone["nfe"]
         assert followed["margin"] == pytest.approx(alone["margin"], abs=1e-3)
-        assert record["values"]["greedy:k=1"] == pytest.approx(alone["log_prob"], abs=1e-4)
+        assert record["values"]["greedy:k=1"] == pytest.approx(alone["log_prob"], abs=5e-4)
 
 
 def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
