@@ -22,7 +22,6 @@ from lm_eval_duel.arguments import (
     MISSING,
     TEXT,
     TRUTH,
-    Argument,
     ArgumentType,
     at_home,
     choice,
@@ -31,6 +30,7 @@ from lm_eval_duel.arguments import (
     unique_keys,
 )
 from lm_eval_duel.console.exits import PROGRAM
+from lm_eval_duel.console.flags import Flag, positional_first
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.demo import NAMES as BUNDLED_NAMES
 from lm_eval_duel.demo import model_hint
@@ -163,16 +163,6 @@ def process() -> tuple[int, int]:
     if processes < 2:
         return 0, 1
     return int(os.environ.get("RANK", "0")), processes
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag(Argument):
-    """An argument of a command: a flag, or, if its name is in capitals, a positional argument."""
-
-    many: bool = False  # several values, separated by spaces
-    alone: str | None = None  # the value of a flag that is given without one
-    continues: bool = False  # words key=value behind its value belong to it, too: as lm-eval reads them
-    shows: str = ""  # what stands for the value in --help; the name in capitals if empty
 
 
 def is_writable_folder(name: str) -> bool:
@@ -356,7 +346,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = sys.argv[1:] if args is None else args
-        parsed, rest = super().parse_known_args(self._all_spelled(words), namespace)
+        spelled = positional_first(self.prog, self._all_spelled(words), self.flags)
+        parsed, rest = super().parse_known_args(spelled, namespace)
         with usage():
             for name, flag in self.flags.items():
                 written = getattr(parsed, name.lower())

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,8 +137,51 @@ class Example(Parser):
         )  # fmt: skip
 
 
+class Reader(Parser):
+    """A command of files that must be given, with flags that take several words."""
+
+    def __init__(self):
+        super().__init__(
+            "x", "what it does", "what it prints", "example",
+            *("RESULTS", "figures", "traces", "json"),
+            out=Flag(TEXT, None, "a text"),
+        )  # fmt: skip
+
+
 def values(*words):
     return vars(Example().parse_args(["--needed", "x", *words]))
+
+
+@pytest.mark.parametrize("words", ["--figures none a", "--out o --figures none a", "--figures none a --out o"])
+def test_a_file_behind_a_list_of_choices_is_a_file(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").touch()
+    Path("b").touch()
+    assert Reader().parse_args(words.split()).results == ["a"]
+    assert Reader().parse_args(words.split()).figures == []
+    assert Reader().parse_args(["b", *words.split()]).results == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "works"),
+    [
+        ("--traces t a --out o", "x a --traces t --out o"),
+        ("--traces t --out o", "x RESULTS --traces t --out o"),
+        ("--figures none --traces t a", "x a --figures none --traces t"),
+        ("--traces t a --figures none", "x a --traces t --figures none"),
+        ("--json a", "x a --json"),
+    ],
+)
+def test_a_flag_that_took_the_files_is_named_with_the_command_that_works(words, works):
+    with pytest.raises(UsageError, match=re.escape(works)):
+        Reader().parse_args(words.split())
+
+
+def test_a_file_that_is_not_there_is_a_wrong_choice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").touch()
+    with pytest.raises(DuelError, match="svh"):
+        Reader().parse_args(["a", "--figures", "png", "svh"])
 
 
 def test_flags_have_their_values():
