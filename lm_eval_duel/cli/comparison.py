@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lm_eval_duel.cli.scored import RATES, TASK, ScoredModel, about_infinities
 from lm_eval_duel.errors import DuelError, counted
-from lm_eval_duel.results import columns, compare, match, read, report, stats, traced
+from lm_eval_duel.results import baseline, columns, compare, match, read, stats, traced
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
@@ -35,7 +35,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
         flag = "--trace FILE" if n == 1 else "trace=FILE in its --compare"
         runs.append(dataclasses.replace(run, trace_advice=f"run with {flag}"))
     runs, notes = traced.Traces([]).attach(read.distinguish(runs))
-    baselines, _ = report.baseline(runs)
+    baselines, _ = baseline.find(runs)
     same_tokens = all(match.same_tokens(runs[0], run, TASK) for run in runs)
     metric = match.PER_TOKEN if same_tokens else "bits_per_byte"
     task = compare.task(TASK, runs, baselines, metric, as_published=True)

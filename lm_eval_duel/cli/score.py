@@ -26,7 +26,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 DIFFERENCE = (  # entries of a comparison in --json
     *("names", "unit", "documents", "perplexities", "stderrs", "kinds"),
-    *("difference", "interval", "verdict"),
+    *("difference", "interval", "difference_unit", "verdict"),
 )
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
@@ -35,7 +35,7 @@ model args. A bound is marked by ≥ and ≤; ± is the Monte Carlo error of an 
 --compare scores the same texts under other models. Each inherits the arguments of --model_args that it does not set;
 those that do not apply to its estimator are ignored, with a message. It prints a line for each model, in the order of
 the command, then the paired differences to the first, and the settings in which each model differs from it. The
-differences are in nats per token if all count the same tokens, else per byte. Each has its {LEVEL}
+differences are in nats per token if all count the same tokens, else in bits per byte. Each has its {LEVEL}
 (bootstrap over documents; it includes the Monte Carlo error of estimates and bounds) and, from {stats.FEW} documents
 on, a verdict, unless the models cut long texts at different places.
 --documents prints the lines of single documents, too.

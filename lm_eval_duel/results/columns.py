@@ -205,7 +205,7 @@ def places(ranked: Sequence[ComparedRow]) -> Table:
     """Rank, value, and the paired differences from the next lower value and from the lowest, best first."""
     best_first = sorted(ranked, key=lambda each: each.row.value)
     metric = best_first[0].row.metric
-    unit = f"nats per {gaps.unit(metric)}"
+    unit = gaps.difference_unit(metric)
     shown: Columns = {
         "rank": lambda each: str(each.place.rank),
         **names_of_compared(best_first),
@@ -276,28 +276,28 @@ def _from_baseline(each: ComparedRow, text: str) -> Cell:
 
 def cache_costs(cached: Sequence[ComparedRow]) -> Table:
     """Each row under a cache, the row without one, and their paired difference: above 0, the cache costs."""
-    unit = gaps.unit(cached[0].row.metric)
+    unit = gaps.difference_unit(cached[0].row.metric)
     shown: Columns = {
         **names_of_compared(cached),
         "cache=none": lambda each: value_with_remark(each.cache_cost.second),
         "with the cache": lambda each: value_with_remark(each.row),
         "better": lambda each: _better(each.cache_cost),
-        f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
+        f"cost, {unit}": lambda each: _difference(each.cache_cost),
         LEVEL: lambda each: interval_of(each.cache_cost),
     }
-    return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown, SIGN_OF_COST)
+    return Table.from_records(f"Cost of the cache, {unit}", cached, shown, SIGN_OF_COST)
 
 
 def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, which is better, and the paired difference."""
-    unit = gaps.unit(task.metric)
+    unit = gaps.difference_unit(task.metric)
     shown = names_of_pairs([each.row for each in task.rows])
     shown[NAMES_OF_PAIR] = lambda pair: (joined_names(pair), doubts_of(pair.first, pair.second))
     shown["better"] = _better
-    shown[f"difference, nats per {unit}"] = _difference
+    shown[f"difference, {unit}"] = _difference
     shown[LEVEL] = interval_of
     about = _with_single(SIGN, task.pairs)
-    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown, about)
+    return Table.from_records(f"Paired differences, {unit}", task.pairs, shown, about)
 
 
 def _with_single(sentence: str, pairs: Iterable[Pair]) -> str:

@@ -90,16 +90,28 @@ def no_interval(row: Row) -> Note:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair(PairedDifference):
-    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
+    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with.
+
+    The difference and its interval are in `difference_unit`: under bits per byte in bits, like the values.
+    """
 
     first: Row
     second: Row | None
     reason: Note  # why there is no difference, or no interval
 
+    @property
+    def difference_unit(self) -> str:
+        return difference_unit(self.first.metric)
+
 
 def unit(metric: str) -> str:
     """The unit that a metric counts: `token`, `word`, ..."""
     return UNITS.get(metric, "byte")
+
+
+def difference_unit(metric: str) -> str:
+    """The unit of paired differences, such as `nats per token`."""
+    return "bits per byte" if metric == "bits_per_byte" else f"nats per {unit(metric)}"
 
 
 def pair(first: Row, second: Row, draws: Draws) -> Pair:
@@ -117,11 +129,25 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
         reason = Note("no difference of an infinite perplexity")
     elif paired.interval is None:
         reason = no_interval(second if first in draws else first)
+    if first.metric == "bits_per_byte":
+        paired = _in_bits(paired)
     of_rows = Pair(**vars(paired), first=first, second=second, reason=reason)
     for difference in match.differences(first.run, second.run, first.task):
         if not difference.is_allowed(first.metric):
             return dataclasses.replace(of_rows, better="", verdict=f"no verdict: {difference.sentence}")
     return of_rows
+
+
+def _in_bits(paired: PairedDifference) -> PairedDifference:
+    """The same difference in bits: its verdict stays."""
+    difference = None
+    interval = None
+    if paired.difference is not None:
+        difference = paired.difference / math.log(2)
+    if paired.interval is not None:
+        low, high = paired.interval
+        interval = (low / math.log(2), high / math.log(2))
+    return dataclasses.replace(paired, difference=difference, interval=interval)
 
 
 def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:

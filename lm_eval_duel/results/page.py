@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import counted
-from lm_eval_duel.results import columns, files, gaps, published, run_tables
+from lm_eval_duel.results import columns, gaps, published, rerun, run_tables
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
@@ -230,7 +230,7 @@ def _differences(report: Report) -> list[tuple[str, str, Table]]:
             if kind == "cache":
                 tables.append((f"{name}: {table.title}", counted(count, "row"), table))
             elif kind == "pairs":
-                title = f"{name}: Further paired differences, nats per {gaps.unit(task.metric)}"
+                title = f"{name}: Further paired differences, {gaps.difference_unit(task.metric)}"
                 tables.append((title, f"{count} of {counted(task.possible_pairs, 'pair')} of rows", table))
     for name, pairs in report.average_pairs.items():
         if pairs:
@@ -245,8 +245,8 @@ def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     names = ", ".join(os.path.relpath(run.name, folder) for run in method.runs)
     versions = ", ".join(f"{name} {version}" for name, version in method.versions.items())
     return {
-        "commands": files.commands(method),
-        "needed": files.needed(method),
+        "commands": rerun.commands(method),
+        "needed": rerun.needed(method),
         "spec": spec,
         "files": names,
         "versions": versions,

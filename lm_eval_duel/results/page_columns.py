@@ -125,7 +125,7 @@ def _place_column(head: str, group: str, name: str, task: Comparison, attribute:
     """
     difference = columns.of_other_row(attribute, _difference)
     interval = columns.of_other_row(attribute, _interval)
-    differences = f"paired differences of {MINUS}log p over documents, in nats per {gaps.unit(task.metric)}"
+    differences = f"paired differences of {MINUS}log p over documents, in {gaps.difference_unit(task.metric)}"
     about = f"{differences}: above 0 the row is worse. {columns.SINGLE}"
     return Column(head, columns.on_task(name, difference), group, columns.on_task(name, interval), about)
 

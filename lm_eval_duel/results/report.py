@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, counted, usage
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import (
     averages,
+    baseline,
     columns,
     compare,
     costs,
@@ -23,7 +24,6 @@ from lm_eval_duel.results import (
     match,
     order,
     published,
-    read,
     run_tables,
     standings,
     traced,
@@ -102,15 +102,15 @@ class Report:
 
 def collect(options: argparse.Namespace) -> Report:
     """The content of the report."""
-    ar, runs = read_runs(options)
+    ar, runs = baseline.read_runs(options)
     notes: list[Note] = []
     if options.ar:
-        _check_single(ar)
+        baseline.check_single(ar)
     else:
-        ar, note = baseline(runs)
+        ar, note = baseline.find(runs)
         if note:
             notes.append(note)
-    ar = [*ar, *_baseline_of_averages(runs, ar)]
+    ar = [*ar, *baseline.of_averages(runs, ar)]
     for run in runs:
         notes += map(Note, run.left_out())
     shown = []
@@ -212,36 +212,6 @@ def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:
     return Note(advice=f"{listed}; --pairs all lists every pair")
 
 
-def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
-    """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model."""
-    places = [options.ar] if options.ar else []
-    with usage():
-        runs = read.runs([*options.results, *places])
-        ar_files = {str(file) for file in read.files(places)}
-    ar = [run for run in runs if run.name in ar_files]
-    for run in ar:
-        if run.config.autoregressive:
-            continue
-        model = f"estimator={run.config.estimator}" if run.config.ours else f"--model {run.config.model}"
-        raise DuelError(
-            f"--ar {run.name} is a result of {model}, not of an autoregressive model; name one of ours "
-            f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
-        )
-    return ar, runs
-
-
-def _check_single(ar: Sequence[Run]) -> None:
-    """Raise DuelError if the runs of --ar hold a task more than once."""
-    holding: dict[str, list[str]] = {}
-    for run in ar:
-        for name in run.tasks:
-            holding.setdefault(name, []).append(run.name)
-    for name, files_of_task in holding.items():
-        if len(files_of_task) > 1:
-            listed = ", ".join(files_of_task)
-            raise DuelError(f"--ar holds {name} more than once: {listed}. Name one of these files.")
-
-
 def _label(name: str, runs: Sequence[Run]) -> str:
     """The name of a task in tables. Texts that `score` scored have the name of their file."""
     scored = {run.content.get("scored") for run in runs}
@@ -257,63 +227,6 @@ def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run
         oldest_first = sorted(members, key=with_metric.index)
         groups.append((oldest_first, difference))
     return groups
-
-
-def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
-    """The results of the only autoregressive model among others, or none of them and a note that says why.
-
-    Of several results of a task under one spec it is the newest, or the one with samples if they are the same value.
-    """
-    runs = [run for run in runs if run.tasks]
-    causal = [run for run in runs if run.config.autoregressive]
-    if len(causal) == len(runs):  # there is nothing to measure a gap of
-        return [], Note()
-    note = _no_baseline(causal, runs)
-    if note:
-        return [], note
-    kept: dict[str, Run] = {}
-    for run in causal:  # oldest first
-        for name, task in run.tasks.items():
-            before = kept.setdefault(name, run)
-            if before.spec != run.spec:
-                several = f"No gaps: there are several results of {run.label} on {name}."
-                return [], Note(several, "name one with --ar")
-            task_before = before.tasks[name]
-            lost_samples = task_before.documents is not None and task.documents is None
-            if not (lost_samples and order.are_equal(task_before.metrics, task.metrics)):
-                kept[name] = run
-    once = {run.name: run for run in kept.values()}  # a run may be the one of several tasks
-    return list(once.values()), Note()
-
-
-def _baseline_of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run]:
-    """The results without a perplexity of the baseline's model, or of the only autoregressive one: no gap is of them.
-
-    So there may be several results of a task.
-    """
-    with_results = [run for run in runs if run.has_results]
-    causal = [run for run in with_results if run.config.autoregressive]
-    models = {run.key for run in of_perplexities or causal}
-    if len(models) > 1 or len(causal) == len(with_results):
-        return []
-    found = []
-    for run in causal:
-        if run.key in models and not run.tasks and run not in of_perplexities:
-            found.append(run)
-    return found
-
-
-def _no_baseline(causal: Sequence[Run], runs: Sequence[Run]) -> Note:
-    """The reason that those of `runs` that are autoregressive are no baseline; empty if they are of one model."""
-    models = {run.key: run.label for run in causal}
-    if not models:
-        of_score = all("scored" in run.content for run in runs)
-        advice = match.TWIN_IN_SCORE if of_score else match.TWIN
-        return Note("No gaps: gap closed needs an autoregressive result.", advice)
-    if len(models) == 1:
-        return Note()
-    several = f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())})."
-    return Note(several, "name one with --ar")
 
 
 # ---------------------------------------------------------------- what is written

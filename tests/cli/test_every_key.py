@@ -160,7 +160,8 @@ def test_models_that_count_other_tokens_are_compared_per_byte(tmp_path):
     for name, entry in zip(("worse", "a_better"), content["compared"], strict=True):
         pair = entry["difference"]
         assert "byte" in pair["unit"]
-        assert pair["difference"] == pytest.approx((total_nats(name) - total_nats("middle")) / size)
+        assert pair["difference_unit"] == "bits per byte"
+        assert pair["difference"] == pytest.approx((total_nats(name) - total_nats("middle")) / size / math.log(2))
         perplexity = math.exp(-total_nats(name) / size)
         perplexity_of_middle = math.exp(-total_nats("middle") / size)
         assert pair["perplexities"] == pytest.approx([perplexity_of_middle, perplexity])

@@ -13,6 +13,7 @@ from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import (
+    baseline,
     columns,
     compare,
     figures,
@@ -428,12 +429,12 @@ def test_the_only_baseline_is_the_newest_of_each_task_under_one_spec(tmp_path):
         put(hf(tmp_path, per_token([task], [10.0 + date])), "date", date)
     ours(tmp_path, per_token(["a", "b"], [20.0, 20.0]))
 
-    baselines, note = reports.baseline(read.runs([tmp_path]))
+    baselines, note = baseline.find(read.runs([tmp_path]))
     assert sorted(run.header.date for run in baselines) == [4.0, 5.0]
     assert not note
 
     hf(tmp_path, per_token(["b"], [15.0]), args={"revision": "r"})
-    baselines, note = reports.baseline(read.runs([tmp_path]))
+    baselines, note = baseline.find(read.runs([tmp_path]))
     assert baselines == []
     assert "on b" in note.fact
 

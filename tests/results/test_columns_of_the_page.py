@@ -1,13 +1,13 @@
 """The columns of the page: their cells, what stands below their heads, and the notes that they refer to."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from results import board, hf, ours, put, three_documents
 
 from lm_eval_duel.results import page, page_columns, run_tables
-from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.table import Note, split
 
 
@@ -20,7 +20,7 @@ def test_notes_of_the_page_say_for_which_tasks_they_hold():
         "b": task("all", "two"),
         "c": task("all", differences=["in /home/me/r/x.json"]),
     }
-    run_of_x = SimpleNamespace(file=reports.read.Path("/home/me/r/x.json"), name="/home/me/r/x.json")
+    run_of_x = SimpleNamespace(file=Path("/home/me/r/x.json"), name="/home/me/r/x.json")
     content = SimpleNamespace(tasks=tasks, runs=[run_of_x], notes=[Note("fact", "advice"), Note("", "advice")])
 
     assert page.notes(content) == ["fact", "all", "a, b: two", "a: one", "c: in x.json"]

@@ -12,9 +12,8 @@ from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
-from lm_eval_duel.results import read, stats
+from lm_eval_duel.results import baseline, read, stats
 from lm_eval_duel.results.read import SCORE_VERSION
-from lm_eval_duel.results.report import baseline
 from lm_eval_duel.results.runs import SCHEMA
 
 SIZE = 40
@@ -236,7 +235,7 @@ def test_a_missing_baseline_is_made_by_the_command_of_the_results(tmp_path, of_s
     else:
         runs = read.runs([ours(tmp_path, docs=three_documents("sotu"))])
 
-    _, note = baseline(runs)
+    _, note = baseline.find(runs)
 
     assert ("--compare" in note.advice) == of_score
     assert ("--model_args" in note.advice) != of_score

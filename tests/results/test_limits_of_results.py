@@ -14,7 +14,7 @@ from results import documents, edit_samples, hf, ours, text_score
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import compare as comparison
-from lm_eval_duel.results import files, gaps, match, page, read, stats, trace, traced
+from lm_eval_duel.results import files, gaps, match, page, read, rerun, stats, trace, traced
 from lm_eval_duel.results.order import _first_kept, _twice
 from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
@@ -282,7 +282,7 @@ def test_the_limit_of_a_command(tmp_path, limit, flag):
     for shots, shown in (({"a": 0, "b": 0}, ""), ({"a": 3, "b": 3}, 3), ({"a": 3, "b": 0}, ""), ({"a": 3}, 3)):
         results.put(file, ["n-shot"], shots)
         [run] = read.runs([file])
-        flags = files._flags(run)
+        flags = rerun._flags(run)
         assert flags["--limit"] == flag
         assert flags["--num_fewshot"] == shown
         assert flags["--tasks"] == "a,b"

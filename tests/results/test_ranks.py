@@ -138,12 +138,36 @@ def test_a_report_says_how_many_pairs_it_leaves_out_and_how_to_get_them(content,
     assert not any("--pairs" in note.advice for note in everything.notes)
 
 
-@pytest.mark.parametrize(("metric", "unit"), [("token_perplexity", "token"), ("word_perplexity", "word")])
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [
+        ("token_perplexity", "nats per token"),
+        ("word_perplexity", "nats per word"),
+        ("bits_per_byte", "bits per byte"),
+    ],
+)
 def test_differences_on_the_page_are_in_the_unit_of_the_values(content, tmp_path, metric, unit):
     """In the remark on the columns of differences, and in the heading of the other pairs."""
     shown = page.html(collect(parse([str(tmp_path), "--page", "--out", "unused", "--metric", metric])), None)
 
-    assert set(re.findall(r"nats per (\w+)", shown)) == {unit}
+    remarks = re.findall(r"paired differences of .log p over documents, in (\w+ per \w+)", shown)
+    headings = re.findall(r"[Ff]urther paired differences, (\w+ per \w+)", shown)
+    assert remarks
+    assert headings
+    assert {*remarks, *headings} == {unit}
+
+
+def test_differences_in_bits_are_those_of_the_values(content, tmp_path):
+    """With their intervals, which are as much smaller than those per byte as all the values are."""
+    words = ["--out", "unused", "--pairs", "all", "--metric"]
+    in_bits = collect(parse([str(tmp_path), *words, "bits_per_byte"])).tasks["sotu"].pairs
+    in_nats = collect(parse([str(tmp_path), *words, "byte_perplexity"])).tasks["sotu"].pairs
+
+    assert in_bits
+    for pair, same in zip(in_bits, in_nats, strict=True):
+        assert pair.difference == pytest.approx(pair.first.value - pair.second.value)
+        assert pair.interval == pytest.approx([end / math.log(2) for end in same.interval])
+        assert pair.verdict == same.verdict
 
 
 def test_the_page_does_not_speak_of_ties_or_intervals_that_it_does_not_have(content, tmp_path):

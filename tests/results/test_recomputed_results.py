@@ -115,6 +115,11 @@ def _units(metric, task):
     return sum(TOKENS[task]) if metric == "token_perplexity" else BYTES[task]
 
 
+def in_unit(metric, difference):
+    """A paired difference in nats per unit as it is shown: under bits per byte in bits."""
+    return difference / math.log(2) if metric == "bits_per_byte" else difference
+
+
 def extremes(metric, task, function, *methods):
     """The least and greatest value of a function of rates, over all resamples of two or three documents.
 
@@ -189,12 +194,14 @@ def place_of(method, task, metric):
     """The columns of the rank on a task and of the differences that belong to it."""
     better = [other for other in NATS if other != ELBO and total_nats(other, task) > total_nats(method, task)]
     columns = {"task_rank": None if method == ELBO else 1 + len(better)}
+    unit = "bits per byte" if metric == "bits_per_byte" else "nats per token"
+    columns["difference_unit"] = None if method == ELBO else unit
     others = compared_with(method, task)
     for name in ("next_lower", "lowest"):
         difference = None
         if others:
             lower_rate = -total_nats(others[name], task)
-            difference = close((-total_nats(method, task) - lower_rate) / _units(metric, task))
+            difference = close(in_unit(metric, (-total_nats(method, task) - lower_rate) / _units(metric, task)))
         columns[f"from_{name}"] = difference
     return columns
 
@@ -240,7 +247,7 @@ def interval_ends(method, task, metric):
     for name, other in compared_with(method, task).items():
         low, high = None, None
         if other not in STDERRS:  # and has samples
-            low, high = extremes(metric, task, lambda rate, lower: lower - rate, method, other)
+            low, high = extremes(metric, task, lambda rate, lower: in_unit(metric, lower - rate), method, other)
         ends[f"from_{name}_interval_low"] = None if low is None else close(low)
         ends[f"from_{name}_interval_high"] = None if high is None else close(high)
     return ends
@@ -396,7 +403,7 @@ def check_references(content, task):
         first = methods[pair["first"]]
         second = methods[pair["second"]]
         difference = total_nats(second, task) - total_nats(first, task)
-        assert pair["difference"] == close(difference / _units(content["metric"], task))
+        assert pair["difference"] == close(in_unit(content["metric"], difference / _units(content["metric"], task)))
 
     for speeds in content["rules"]:
         assert methods[speeds["elbo"]] == ELBO

@@ -10,7 +10,7 @@ import pytest
 from results import documents, edit, hf, ours, per_token, put
 
 from lm_eval_duel.cli.report import parse
-from lm_eval_duel.results import averages, columns, costs, files, page, read, report, run_tables
+from lm_eval_duel.results import averages, columns, costs, files, page, read, report, rerun, run_tables
 from lm_eval_duel.results.report import collect
 
 TOKENS = (20, 40, 30)
@@ -245,7 +245,7 @@ def test_the_flags_of_a_command(tmp_path, make, changes, flags):
         put(file, place, value)
     [run] = read.runs([tmp_path])
 
-    words = shlex.split(files.command(run))
+    words = shlex.split(rerun.command(run))
 
     if make is ours:
         assert words[:2] == ["lm-eval-duel", "run"]
@@ -281,7 +281,7 @@ def test_a_row_says_which_code_of_a_user_its_command_needs(tmp_path, spec, value
     content = board(tmp_path)
 
     for standing in content.standings.rows:
-        sentences = files.needed(standing.method)
+        sentences = rerun.needed(standing.method)
         assert len(sentences) == len(needed)
         for sentence, (place, digests) in zip(sentences, needed, strict=True):
             assert place in sentence
@@ -301,7 +301,7 @@ def test_the_command_of_a_row_makes_a_file_that_report_reads_to_the_same_row(tmp
     subprocess.run([*run_of, "--output_path", "first", "--log_samples"], check=True, cwd=tmp_path)
     [first] = read.runs([tmp_path / "first"])
 
-    program, *words = shlex.split(files.command(first))
+    program, *words = shlex.split(rerun.command(first))
     assert program == "lm-eval-duel"
     subprocess.run([sys.executable, "-m", "lm_eval_duel", *words], check=True, cwd=tmp_path)
 
@@ -330,7 +330,7 @@ def test_the_command_of_a_lattice_run_has_the_trace_of_its_intervals(tmp_path, v
     trace = tmp_path / "private" / "t.jsonl"
     traced = dataclasses.replace(run, trace=trace, traced={("a", value): {} for value in values})
 
-    words = shlex.split(files.command(traced))
+    words = shlex.split(rerun.command(traced))
 
     arguments = words[words.index("--model_args") + 1]
     assert arguments == ("pretrained=M,trace=t.jsonl" if len(values) > 1 else "pretrained=M")
@@ -342,7 +342,7 @@ def test_a_model_that_was_made_in_python_has_no_command(tmp_path):
 
     [run] = read.runs([tmp_path])
 
-    assert files.command(run) == files.IN_PYTHON
+    assert rerun.command(run) == rerun.IN_PYTHON
 
 
 # ---------------------------------------------------------------- the folder of a report

@@ -18,7 +18,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import files, page, published, traced
+from lm_eval_duel.results import files, page, published, rerun, traced
 from lm_eval_duel.results.report import collect, markdown
 
 TEXTS = [f"text {n}" for n in range(3)]
@@ -393,7 +393,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
 
     [row] = board(file).standings.rows
     [run] = row.method.runs
-    command = files.command(run)
+    command = rerun.command(run)
     program, subcommand, *words = shlex.split(command)
     importlib.import_module("lm_eval_duel.cli.run").main(words)
 
