@@ -383,8 +383,8 @@ class Counts:
     rows_checked: int = 0  # lanes that were evaluated again alone
     rows_differing: int = 0  # those whose predictions differed by more than noise
     decisions: int = 0  # calls of a user's rule with a real choice
-    decisions_checked: int = 0  # those that were asked again
-    decisions_differing: int = 0  # those that differed
+    decisions_checked: int = 0  # those of them that were asked again
+    decisions_differing: int = 0  # those of the checked ones that differed
     near_ties: int | None = 0  # None: the rule does not know
     near_tie_windows: int | None = 0  # windows that have any
     all_mask_starts: int = 0

@@ -109,24 +109,28 @@ class Checked(Around):
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
     network: Network = dataclasses.field(repr=False, compare=False)
-    # the predictions and lanes of the last call, at most one entry
+    # the predictions and lanes of the last call, unless it has been repeated; at most one entry
     last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         lanes = dataclasses.replace(lanes.in_row(0), carried=())
         if not (lanes.masked.sum(1) > 1).any():  # no lane has a choice
             return self._decided(predictions, lanes)
-        self.last[:] = [(predictions, lanes)]
         self.counts.decisions += 1
-        if self.counts.decisions_checked >= FIRST_CALLS:
-            return self._decided(predictions, lanes)
-        return self._repeated(predictions, lanes)
+        if self.counts.decisions_checked < FIRST_CALLS:
+            self.last.clear()
+            return self._repeated(predictions, lanes)
+        self.last[:] = [(predictions, lanes)]
+        return self._decided(predictions, lanes)
 
     def after_first(self) -> Rule:
         return dataclasses.replace(self, rule=self.rule.after_first())
 
     def repeat_last(self) -> None:
-        """Ask for the last decision again, which shows what a counter in the rule has changed since the first ones."""
+        """Ask for the last decision again, which shows what a counter in the rule has changed since the first ones.
+
+        One that has been repeated is counted once, so that no more decisions are checked than made.
+        """
         for predictions, lanes in self.last:
             self._repeated(predictions, lanes)
         self.last.clear()

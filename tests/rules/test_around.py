@@ -417,6 +417,54 @@ def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
 
 
 @dataclasses.dataclass(frozen=True)
+class Wavers(Own):
+    """Negative control, without a margin: the first masked position, but the last one of a lane alone."""
+
+    state_only: ClassVar[bool] = True
+
+    def __call__(self, predictions, lanes):
+        if len(lanes) == 1:
+            return lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) == 1)
+        return lanes.masked & (lanes.masked.cumsum(1) == 1)
+
+
+def _orders(network, windows):
+    lattice = Lattice(network, 4, LatticeArguments([Wavers(), Wavers()]))
+    lattice.log_prob(windows)
+    return lattice.counts
+
+
+def _estimate(network, windows):
+    two_phase = TwoPhase(network, Wavers(), 4, TwoPhaseArguments(1.0))
+    two_phase.log_prob(windows)
+    return two_phase.counts
+
+
+def _samples(network, windows):
+    duel = Duel(network, Wavers(), 4)
+    duel.estimator.sample([window.context for window in windows], len(windows[0].target))
+    return duel.counts
+
+
+def _scores(network, windows):
+    duel = DuelEstimator(network, Wavers(), 4)
+    for _ in range(3):
+        duel.log_prob(windows)
+    return duel.counts
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 11])
+@pytest.mark.parametrize("count", [_orders, _estimate, _samples, _scores])
+def test_no_more_decisions_are_checked_than_made_and_no_more_differ_than_are_checked(count, length):
+    windows = [Window((n,), tuple((n + place) % 3 for place in range(length))) for n in range(3)]
+    counts = count(Attends(length=12), windows)
+
+    assert counts.decisions >= counts.decisions_checked >= counts.decisions_differing
+    assert counts.decisions_checked >= min(counts.decisions, FIRST_CALLS)
+    assert (counts.decisions_differing > 0) == (length > 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class AboveItsMean(rules.Rule):
     """The positions of a lane with at least its mean confidence, less a tolerance, and always the best one."""
 
