@@ -45,7 +45,8 @@ FUNCTION = (
 )
 ADVICE_ON_LANES = (
     "Compute means, maxima, sums and ranks in each lane, along dim=1, over lanes.masked: elsewhere the statistics are "
-    "NaN."
+    "NaN. Before exp, subtract the lane's own maximum, x.amax(1, keepdim=True): with one over all lanes, exp is 0 in a "
+    "lane whose values are far below those of another."
 )
 ADVICE_ON_RANDOM = "In place of random numbers, take a hash of the positions, as the rule random does."
 ALONE = (

@@ -78,6 +78,11 @@ def test_the_error_names_the_operation_and_its_line(tmp_path):
 FILLS = (-1e3, -1e9, torch.finfo(torch.float32).min)  # in place of positions that are not masked
 
 
+def softmax(c, top):
+    weights = torch.exp(c - top)
+    return weights / weights.sum(1, keepdim=True)
+
+
 OF_ALL = {  # all are false everywhere, so that no pick ever changes
     "a maximum": lambda c: c >= c.max() + 1,
     "a maximum at each position": lambda c: c > c.amax(0, keepdim=True) + 1,
@@ -85,6 +90,7 @@ OF_ALL = {  # all are false everywhere, so that no pick ever changes
     "a mean": lambda c: c > c.mean() + 1e4,
     "a difference": lambda c: c - c.max() > 1,
     "a ratio": lambda c: c / c.max() > 1e9,
+    "a softmax": lambda c: softmax(c, c.max()) > 1,  # exp is 0 in a lane far below another
     "a number for each lane": lambda c: (c.amax(1) > c.max() + 1)[:, None],
     "a column": lambda c: c.amax(1, keepdim=True) > c.max() + 1,
     "the other lanes in turn": lambda c: c > c.roll(1, 0) + 1e4,
@@ -105,6 +111,7 @@ def with_thresholds_in_a_loop(c):
 
 
 OF_EACH = {
+    "a softmax": lambda c: softmax(c, c.amax(1, keepdim=True)) > 1,
     "a maximum": lambda c: c > c.amax(1, keepdim=True),
     "a mean": lambda c: c > c.mean(1, keepdim=True) + 1e4,
     "a difference": lambda c: c - c.amax(1, keepdim=True) > 0,
