@@ -17,7 +17,7 @@ from lm_eval_duel.denoisers import refused
 from lm_eval_duel.errors import require_known, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
-from lm_eval_duel.rules import presets
+from lm_eval_duel.rules import presets, users
 from lm_eval_duel.tasks import task_files, task_folder
 from lm_eval_duel.tasks.metadata import KEYS
 
@@ -191,7 +191,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
 }
 PRINTS = """\
 args        the model args: default and meaning of each
-rules       the unmasking rules and their parameters; with FILE.py:CLASS, a rule of your own
+rules       the unmasking rules and their parameters; with FILE.py, those of your own
 estimators  the estimators and their model args
 presets     the deployed samplers that have a name, and the model args of each
 refused     the checkpoints that are refused, why, and what works instead
@@ -241,12 +241,16 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
 
 
 def _own_rules(names: Sequence[str]) -> tuple[list[str], dict[str, type[rules.Rule]]]:
-    """The names without parameters, and the classes of those that are the user's own, as FILE.py:CLASS."""
-    without_parameters = []
-    own_rules = {}
+    """The names without parameters, and the classes of those that are the user's own, as FILE.py:CLASS.
+
+    A file stands for all rules in it.
+    """
+    without_parameters: list[str] = []
     for text in names:
         name, *_ = rules.split(text)
-        without_parameters.append(name)
+        without_parameters += users.names_in(name) if name.endswith(".py") else [name]
+    own_rules = {}
+    for name in without_parameters:
         if any(sign in name for sign in ":./"):
             own_rules[name] = rules.find(name)
     return without_parameters, own_rules

@@ -13,7 +13,7 @@ from typing import Any
 
 from lm_eval_duel.arguments import MISSING, Argument, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
-from lm_eval_duel.errors import DuelError, naming, nearest, require_known
+from lm_eval_duel.errors import DuelError, naming, nearest, require_known, unknown
 from lm_eval_duel.rules import users
 from lm_eval_duel.rules.base import Rule, in_memory, rank
 from lm_eval_duel.rules.checked import repeat_last, with_checks
@@ -233,7 +233,7 @@ def find(name: str) -> type[Rule]:
         users.require_colon(name)
         if not nearest(name, known):
             require_rule(name)
-    require_known("unmasking rule", [name], known)
+        raise DuelError(f"{unknown('unmasking rule', name, known)} {users.OWN_NAMES}.")
     return RULES[ALIASES.get(name, name)]
 
 

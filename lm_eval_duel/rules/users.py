@@ -134,6 +134,14 @@ def require_colon(name: str) -> None:
     raise DuelError(f"'{name}' is not a rule of this package. {OWN_NAMES}, such as {example}.")
 
 
+def names_in(file: str) -> list[str]:
+    """The rules of a user's file, each as `path/to/file.py:Name`; raises DuelError if there is none."""
+    known = _rules_of(_imported(file, *_folder_and_module(file)))
+    if not known:
+        raise DuelError(f"There is no rule in '{file}'. {_contract()}")
+    return [f"{file}:{name}" for name in known]
+
+
 def no_class(name_of_module: str) -> DuelError:
     """The error for a rule's file or module without the rule's name. It lists the rules in it, if it imports."""
     what = "module"
@@ -221,10 +229,10 @@ def _line_outside_of_python(error: Exception) -> str:
 
 
 def _rules_of(module: ModuleType) -> list[str]:
-    """The names of the rules that a module defines."""
+    """The names of the rules that a module defines; a class without `__call__` is the base of others."""
     names = []
     for name, value in vars(module).items():
-        if _is_rule(value) and value.__module__ == module.__name__:
+        if _is_rule(value) and value.__module__ == module.__name__ and value.__call__ is not Rule.__call__:
             names.append(name)
     return names
 

@@ -116,3 +116,29 @@ def test_a_rule_of_ones_own_is_listed_as_a_built_in_one(tmp_path, monkeypatch, c
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert "listed_rules:Listed" in refused("list", "rules", "listed_rules.Listed")
     assert "listed_rules:Listed" in refused("inspect", "demo-mdm", "--model_args", "rule=listed_rules.Listed")
+
+
+def test_a_file_stands_for_all_rules_in_it(tmp_path, capsys):
+    rule = "@dataclasses.dataclass(frozen=True)\nclass {}({}):\n    def __call__(self, predictions, lanes): ...\n"
+    code = (
+        "import dataclasses\nfrom lm_eval_duel.rules import Decision, Rule\nclass Base(Rule):\n    state_only = True\n"
+    )
+    code += rule.format("First", "Base") + rule.format("Second", "Rule")
+    file = tmp_path / "rules_of_a_file.py"
+    file.write_text(code)
+    program.main(["list", "rules", str(file)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != " "]
+    assert rows == [f"{file}:First", f"{file}:Second"]
+    program.main(["list", "rules", str(file), "klass"])
+    printed = capsys.readouterr().out
+    assert "klass " in printed and f"{file}:Second" in printed
+
+    empty = tmp_path / "rules_of_an_empty_file.py"
+    empty.write_text("")
+    assert str(empty) in refused("list", "rules", str(empty))
+    assert "nowhere.py" in refused("list", "rules", str(tmp_path / "nowhere.py"))
+
+
+@pytest.mark.parametrize("name", ["Gumbel", "gumbel", "Margni"])
+def test_an_unknown_rule_is_told_how_a_rule_of_ones_own_is_named(name):
+    assert "file.py:Name" in refused("inspect", "demo-mdm", "--model_args", f"rule={name}")
