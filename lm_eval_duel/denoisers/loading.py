@@ -123,21 +123,17 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     return denoiser
 
 
-def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(arguments: Mapping[str, Any], setting: str = "tokenizer=") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint.
 
     Args:
         arguments: Model args, such as {"pretrained": "demo-mdm"}: `tokenizer` if it is given, else the tokenizer next
             to the weights of `pretrained`, or of its family.
+        setting: What the user sets to name another one, for the error.
 
     Raises:
         DuelError: If there is none.
     """
-    return tokenizer_of(arguments, "tokenizer=")
-
-
-def tokenizer_of(arguments: Mapping[str, Any], setting: str) -> PreTrainedTokenizerBase:
-    """The same. `setting`: what the user sets to name another one, for the error."""
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False

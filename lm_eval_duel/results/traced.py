@@ -231,6 +231,6 @@ def _load(tokenizer: str) -> Any:
     """A tokenizer, loaded when it is needed; raises DuelError if it cannot be."""
     if not tokenizer:
         raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
-    from lm_eval_duel.denoisers.loading import tokenizer_of
+    from lm_eval_duel.denoisers.loading import load_tokenizer
 
-    return tokenizer_of({"tokenizer": tokenizer}, "--tokenizer ")
+    return load_tokenizer({"tokenizer": tokenizer}, "--tokenizer ")

@@ -134,9 +134,14 @@ def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
     return {"test": named.with_format(columns=shown)}
 
 
-def files_of_documents(dataset: datasets.Dataset) -> list[str]:
-    """The file of each of the user's own texts, and its line or row if the file holds several."""
-    return list(dataset.with_format(None)[FILE])
+def files_of_documents(documents: datasets.Dataset | list[dict[str, Any]]) -> list[str]:
+    """The file of each of the user's own texts, and its line or row if the file holds several.
+
+    Empty for documents that `own_documents` has not read.
+    """
+    if FILE not in getattr(documents, "column_names", ()):
+        return []
+    return list(documents.with_format(None)[FILE])
 
 
 def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:

@@ -128,10 +128,10 @@ def files_of(settings: dict[str, Any], task: str) -> list[str]:
 
 def load_tokenizer(metadata: dict[str, Any]) -> Any:
     """The tokenizer that the model args name."""
-    from lm_eval_duel.denoisers.loading import tokenizer_of
+    from lm_eval_duel.denoisers import loading
 
     try:
-        return tokenizer_of(metadata, TOKENIZER)
+        return loading.load_tokenizer(metadata, TOKENIZER)
     except DuelError as error:
         message = str(error)
         if TOKENIZER not in message:

@@ -63,10 +63,10 @@ def load(
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
-        if task.config.task == OWN_TEXTS:
-            documents = files_of_documents(task.eval_docs)
+        names_of_documents = files_of_documents(task.eval_docs)
+        if names_of_documents:
             for request in task.instances:
-                request.doc[FILE] = documents[request.doc_id]
+                request.doc[FILE] = names_of_documents[request.doc_id]
     return tasks
 
 

@@ -18,7 +18,7 @@ from lm_eval_duel.errors import DuelError, documentation
 from lm_eval_duel.estimators import totals
 from lm_eval_duel.tasks import data, named
 from lm_eval_duel.text import text
-from lm_eval_duel.text.annotated import Units
+from lm_eval_duel.text.annotated import Units, document_of
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -121,6 +121,17 @@ def test_texts_have_the_names_of_their_files(folder, tmp_path, capsys, monkeypat
             assert differs in printed.err
     documents = named.load([*files.split(",")], {"pretrained": str(folder)})[0].dataset["test"]
     assert list(documents[0]) == ["text", data.TOKENS], "lm-eval's digest of a document has no name of a file"
+
+
+def test_texts_of_a_task_that_includes_duel_text_have_the_names_of_their_files(folder, tmp_path):
+    for name in ("one.txt", "other.txt"):
+        (tmp_path / name).write_text("m b c d e f g h")
+    (tmp_path / "my_text.yaml").write_text(f"include: {data.task_folder()}/own/duel_text.yaml\ntask: my_text\n")
+    metadata = {"pretrained": str(folder), "files": f"{tmp_path}/*.txt"}
+    mine, bundled = named.load(["my_text", "sotu"], metadata, str(tmp_path), limit=2)
+    names = [document_of(request) for request in mine.instances]
+    assert names == [f"{tmp_path}/one.txt", f"{tmp_path}/other.txt"]
+    assert [document_of(request) for request in bundled.instances] == [0, 1]
 
 
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
