@@ -20,7 +20,7 @@ from lm_eval_duel.core.scores import Value, perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import counted
 from lm_eval_duel.text.annotated import TokenText
-from lm_eval_duel.text.unigram import unigram_perplexity, unigram_warning
+from lm_eval_duel.text.unigram import unigram_sentence, unigram_warning
 
 COUNTED = "duel_tokens"  # a column of the tasks of this package, which count their documents' tokens
 
@@ -143,11 +143,6 @@ class FromText:
                 differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
         return [*self.problems, *differences]
 
-    @property
-    def unigram(self) -> float:
-        """The token perplexity of these texts under a unigram of them."""
-        return unigram_perplexity(self.ids, self.vocabulary)
-
     def warnings(self, printed: Mapping[str, float], stderr: float | None = None) -> list[str]:
         """Signs of what is no fault of the package, but points to a wrong argument, such as the shift or the mask.
 
@@ -192,7 +187,7 @@ class FromText:
                 error = "" if value.error is None else f" ± {self._error(metric, value.error):.4f}"
                 computed = f"{sign}{self.value(metric):.4f}"
                 lines.append(f"  {metric:<17} {computed:>14}   printed {f'{sign}{printed[metric]:.4f}':>14}{error}")
-        lines.append(f"  a unigram of these texts has a token perplexity of {self.unigram:.4f}")
+        lines.append(f"  {unigram_sentence(self.ids, self.vocabulary)}")
         return lines
 
 

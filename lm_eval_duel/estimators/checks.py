@@ -143,8 +143,11 @@ def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
     if denoiser.attention != "bidirectional":
         instead = "ar" if denoiser.attention == "causal" else "duel"
         raise DuelError(
-            f"estimator=two_phase saves whole rows at every step, and a {denoiser.attention} network has no such cost. "
-            f"Use estimator={instead}."
+            "estimator=two_phase needs a cache that changes the values: it scores every block under one, which is "
+            f"cheap, and a sample of blocks without. A {denoiser.attention} network sees nothing after a block, so "
+            "what is kept of earlier blocks is exact, and there is no cheaper value to correct. Use "
+            f"estimator={instead}, which is exact, with fewer texts (--limit) if it takes too long; or a bidirectional "
+            "network, such as demo-mdm."
         )
     if rule.spans_blocks:
         raise DuelError(

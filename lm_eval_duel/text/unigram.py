@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import counted
 
 
 def scored_tokens(windows: Iterable[Window]) -> Counter[int]:
@@ -46,6 +47,26 @@ def unigram_perplexity(counts: Mapping[int, int], vocabulary: int) -> float:
     return math.exp(nats / tokens)
 
 
+def is_too_short(counts: Mapping[int, int], vocabulary: int) -> bool:
+    """True if the unigram of some texts says nothing: most of their tokens occur once, or it is above chance.
+
+    Chance is the number of tokens, the perplexity of a network that knows nothing.
+    """
+    occur_once = sum(times == 1 for times in counts.values())
+    above_chance = unigram_perplexity(counts, vocabulary) > max(vocabulary, len(counts))
+    return above_chance or 2 * occur_once > sum(counts.values())
+
+
+def unigram_sentence(counts: Mapping[int, int], vocabulary: int) -> str:
+    """The unigram's token perplexity in a sentence, which says so if the texts are too short to judge by it."""
+    sentence = f"a unigram of these texts has a token perplexity of {unigram_perplexity(counts, vocabulary):.4f}"
+    if is_too_short(counts, vocabulary):
+        occur_once = sum(times == 1 for times in counts.values())
+        tokens = counted(sum(counts.values()), "token")
+        sentence += f"; they are too short to judge by it ({tokens}, {occur_once:,} of them only once)"
+    return sentence
+
+
 def unigram_warning(
     task: str,
     value: float,
@@ -56,8 +77,8 @@ def unigram_warning(
 ) -> str:
     """A sentence if a token perplexity is above the unigram of its texts; empty otherwise, and for an infinite one.
 
-    On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing. That
-    is then the limit.
+    For texts that are too short for a unigram, the limit is the number of tokens, the perplexity of a network that
+    knows nothing.
 
     Args:
         task: The name of the texts.
@@ -69,7 +90,7 @@ def unigram_warning(
     limit = unigram_perplexity(counts, vocabulary)
     without_context = f"a unigram of its texts has {limit:.2f}"
     tokens = max(vocabulary, len(counts))
-    if limit > tokens:
+    if is_too_short(counts, vocabulary):
         limit = tokens
         without_context = f"a network for which all {tokens:,} tokens are equally probable has {tokens:,}"
     if not limit < value < math.inf:  # an infinite one has a reason of its own; of no tokens, both are NaN

@@ -19,6 +19,7 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import denoiser as dit
+from lm_eval_duel.text.unigram import unigram_perplexity, unigram_sentence
 
 # ---------------------------------------------------------------- one window
 
@@ -280,7 +281,7 @@ def test_the_unigram_by_hand(count, vocabulary):
     unigram = math.exp(math.fsum(nats) / len(nats)) if nats else math.nan
 
     task = of_task(DOCUMENTS[:count], vocabulary=vocabulary)
-    assert task.unigram == pytest.approx(unigram, nan_ok=True)
+    assert unigram_perplexity(task.ids, vocabulary) == pytest.approx(unigram, nan_ok=True)
     assert task.warnings({}) == []
 
     alike = max(vocabulary, kinds)  # the perplexity if all tokens are equally probable
@@ -298,8 +299,21 @@ def test_the_unigram_by_hand(count, vocabulary):
 def test_a_perplexity_above_the_number_of_tokens_is_odd_on_any_text():
     """In a text of different tokens none is among the others, so the unigram is of no use."""
     task = of_task(["abcdefgh"], vocabulary=10)
-    assert task.unigram > 10
+    assert unigram_perplexity(task.ids, 10) > 10
+    assert "too short" in unigram_sentence(task.ids, 10)
     assert task.warnings({"token_perplexity": 10.1}) and not task.warnings({"token_perplexity": 9.9})
+
+
+def test_a_unigram_of_texts_whose_tokens_mostly_occur_once_is_no_limit():
+    task = of_task(["aaabcdef"], vocabulary=40)
+    unigram = unigram_perplexity(task.ids, 40)
+    assert unigram < 39
+    assert not task.warnings({"token_perplexity": 39}) and task.warnings({"token_perplexity": 41})
+    assert "too short" in unigram_sentence(task.ids, 40)
+
+    longer = of_task(["aaabcdef"] * 2, vocabulary=40)
+    assert longer.warnings({"token_perplexity": 39})
+    assert "too short" not in unigram_sentence(longer.ids, 40)
 
 
 def test_lines_for_the_terminal():
@@ -310,7 +324,7 @@ def test_lines_for_the_terminal():
         f"  2 documents, 10 bytes, 4 words, 8 tokens, {-1.5 * 8:.4f} nats",
         f"  token_perplexity  {math.exp(1.5):14.4f}   printed         4.5000",
         f"  bits_per_byte     {1.5 * 8 / 10 / math.log(2):14.4f}   printed         2.0000",
-        f"  a unigram of these texts has a token perplexity of {task.unigram:.4f}",
+        f"  a unigram of these texts has a token perplexity of {unigram_perplexity(task.ids, 300):.4f}",
     ]
     task.alone = 1
     assert task.lines(printed, Value(0.0))[1:] == [

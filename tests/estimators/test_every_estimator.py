@@ -293,8 +293,8 @@ REFUSED = (
     ("rule=dream:alg=entropy", partial(OrderArguments, alg="entropy")),
     ("'alg_temp' .*alg=entropy", partial(OrderArguments, alg_temp=0.2)),
     ("estimator=sampled_confidence", partial(OrderArguments, alg="maskgit_plus")),
-    ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK(), "greedy", "auto")),
-    ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right", "auto")),
+    ("needs a cache.*block_causal network.*Use estimator=duel.*demo-mdm", partial(TwoPhase, BLOCK(), "greedy", "auto")),
+    ("needs a cache.*causal network.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right", "auto")),
     ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY, "greedy", "auto")),
     ("is under cache=dual. Pass the network without it", partial(TwoPhase, Cached(ATTENDS, "dual"), "greedy", "auto")),
     (
