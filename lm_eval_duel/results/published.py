@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, nearest, require_known
+from lm_eval_duel.errors import DuelError, nearest, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, marked_with_remark, names_of_compared
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, form_of, number
+from lm_eval_duel.rules import ALIASES, RULES
+from lm_eval_duel.rules.presets import PRESETS
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
@@ -30,6 +32,10 @@ NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
 PUBLISHED = "published"
 MEASURED = "measured here"
+ONLY_PERPLEXITIES = (
+    "Only perplexities and bits per byte can be given: no accuracies, and of a log-probability in nats exp(-nats / "
+    "tokens)."
+)
 UNCHECKED = (
     "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
     "not checked against those of this report."
@@ -61,14 +67,39 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     figure: dict[str, Any] = {}
     for key in (*NAMES, *NEEDED, "stderr"):
         figure[key] = (line.get(key) or "").strip()
-    require_known("metric", [figure["metric"]], METRICS)
+    if figure["metric"] not in METRICS:
+        raise DuelError(f"{unknown('metric', figure['metric'], METRICS)} {ONLY_PERPLEXITIES}")
+    _require_no_typo(figure["rule"])
     entry = _estimator(figure["estimator"])
     figure["estimator"] = entry.name
     figure["display"] = entry.title
     figure["bound"] = entry.kind.is_bound
     figure["value"] = _number("value", figure["value"])
+    _require_possible(figure["metric"], figure["value"])
     figure["stderr"] = _number("stderr", figure["stderr"]) if figure["stderr"] else None
+    if figure["stderr"] is not None and figure["stderr"] < 0:
+        raise DuelError(f"the column stderr takes a standard error, at least 0; got {figure['stderr']:g}.")
     return figure
+
+
+def _require_no_typo(rule: str) -> None:
+    """Raise DuelError for a rule that is no rule or preset of this package, but near one. A paper may have others."""
+    name, *_ = rule.split(":")
+    known = [*RULES, *ALIASES, *PRESETS]
+    near = nearest(name, known)
+    if name not in known and near:
+        raise DuelError(
+            f"Unknown rule '{name}'. Did you mean {near[0]}? If it is another rule, give it a name that is not so "
+            "near one of this package."
+        )
+
+
+def _require_possible(metric: str, value: float) -> None:
+    """Raise DuelError for a value that no distribution over texts has: an accuracy, or nats."""
+    least = 0 if metric == "bits_per_byte" else 1
+    if value >= least:
+        return
+    raise DuelError(f"the column value takes {WORDS[metric]}, at least {least}; got {value:g}. {ONLY_PERPLEXITIES}")
 
 
 def _number(column: str, text: str) -> float:
@@ -128,10 +159,14 @@ def table(source: Mapping[str, Any]) -> Table:
         row[figure["task"]] = _value(figure)
         tasks[figure["task"]] = None
 
+    unit = WORDS[source["metric"]]
     *names_before, note = NAMES  # the note stands behind the tasks
-    under_one_head = [Head(task, PUBLISHED, task) for task in tasks]
-    columns = _by_head([*names_before, *under_one_head, note])
-    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns, UNCHECKED)
+    columns = _by_head(names_before)
+    for task in tasks:
+        head = Head(f"{task}, {unit}", f"{PUBLISHED}, {unit}", task)
+        columns[head] = lambda row, task=task: row.get(task, "")  # bound now: `task` changes with the loop
+    columns |= _by_head([note])
+    return Table.from_records(f"{source['source']}: {unit}", rows.values(), columns, UNCHECKED)
 
 
 def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | None:
@@ -147,19 +182,21 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
     if not figures:
         return None
 
+    unit = WORDS[task.metric]
+    published = Head(f"{PUBLISHED}, {unit}", unit, PUBLISHED)
     measured: Columns = {
         **names_of_compared(task.rows),
-        MEASURED: marked_with_remark,
-        LEVEL: interval_with_remark,
+        Head(f"{MEASURED}, {unit}", unit, MEASURED): marked_with_remark,
+        Head(LEVEL, unit, LEVEL): interval_with_remark,
     }
     rows: list[dict[str, Cell]] = []
     for each in task.rows:
         rows.append({head: cell(each) for head, cell in measured.items()})
     for figure in figures:
         remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
-        rows.append({**_names(figure), PUBLISHED: (_value(figure), remark)})
-    columns = _by_head([*measured, PUBLISHED])
-    return Table.from_records(f"Measured here and published, {WORDS[task.metric]}", rows, columns, UNCHECKED)
+        rows.append({**_names(figure), published: (_value(figure), remark)})
+    columns = _by_head([*measured, published])
+    return Table.from_records(f"Measured here and published, {unit}", rows, columns, UNCHECKED)
 
 
 def _by_head(heads: Iterable[str]) -> Columns:

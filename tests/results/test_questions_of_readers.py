@@ -125,10 +125,10 @@ def marks_below_ranks(content):
     return [rank.below(row) for row in content.standings.rows]
 
 
-def figures(file, *tasks, value="3", stderr=""):
-    lines = [",".join((*published.NEEDED, "stderr"))]
+def figures(file, *tasks, metric="token_perplexity", value="3", stderr="", rule=""):
+    lines = [",".join((*published.NEEDED, "stderr", "rule"))]
     for task in tasks:
-        lines.append(f"M,duel,{task},token_perplexity,{value},s,{stderr}")
+        lines.append(f"M,duel,{task},{metric},{value},s,{stderr},{rule}")
     file.write_text("\n".join(lines))
     return str(file)
 
@@ -153,3 +153,49 @@ def test_a_published_number_that_is_none_is_named_with_its_line_and_column(tmp_p
         file = figures(tmp_path / "p.csv", "sotu", **{column: f'"{wrong}"'})
         with pytest.raises(DuelError, match=f"line 2.*{column}.*{wrong}"):
             published.read([file])
+
+
+@pytest.mark.parametrize(
+    ("metric", "wrong", "least"),
+    [("token_perplexity", "-3", "1"), ("word_perplexity", "0.53", "1"), ("bits_per_byte", "-0.1", "0")],
+)
+def test_a_published_number_that_is_no_perplexity_is_refused(tmp_path, metric, wrong, least):
+    """An accuracy, or a log-probability."""
+    file = tmp_path / "p.csv"
+    with pytest.raises(DuelError, match=f"line 2.* at least {least}; got {wrong}"):
+        published.read([figures(file, "sotu", metric=metric, value=wrong)])
+    with pytest.raises(DuelError, match=r"line 2.*acc.*accuracies"):
+        published.read([figures(file, "sotu", metric="acc", value=wrong)])
+    with pytest.raises(DuelError, match=r"stderr.*at least 0"):
+        published.read([figures(file, "sotu", stderr="-0.1")])
+
+    [figure] = published.read([figures(file, "sotu", metric=metric, value=least)])
+    assert figure["value"] == float(least)
+
+
+@pytest.mark.parametrize("rule", ["", "greedy:k=2", "llada", "steering", "my/rules.py:Gredy"])
+def test_a_published_rule_may_be_one_that_this_package_has_not(tmp_path, rule):
+    [figure] = published.read([figures(tmp_path / "p.csv", "sotu", rule=rule)])
+    assert figure["rule"] == rule
+
+
+@pytest.mark.parametrize(("rule", "near"), [("gredy", "greedy"), ("Margin:k=2", "margin"), ("lladda", "llada")])
+def test_a_mistyped_published_rule_is_told_the_nearest(tmp_path, rule, near):
+    with pytest.raises(DuelError, match=f"line 2.*Did you mean {near}"):
+        published.read([figures(tmp_path / "p.csv", "sotu", rule=rule)])
+
+
+def test_columns_of_published_figures_say_their_unit(tmp_path):
+    ours(tmp_path / "in", docs=three_documents("sotu"))
+    words = ["--metric", "word_perplexity", "--published"]
+    content = board(tmp_path / "in", *words, figures(tmp_path / "p.csv", "sotu", metric="word_perplexity"))
+    [task] = content.tasks.values()
+    [source] = content.published
+
+    for table in (published.table(source), published.beside(task, content.published)):
+        heads = [head for head in table.heads if "published" in head or head.startswith("sotu")]
+        assert heads
+        for head in heads:
+            assert "perplexity per word" in head
+        below_comment = table.latex().partition("\n")[2]
+        assert "perplexity per word" in below_comment
