@@ -61,7 +61,7 @@ class AveragePair:
 # ---------------------------------------------------------------- which rows are compared
 
 
-def choose(choice: str, in_order: Sequence[Row]) -> list[RowPair]:
+def chosen_pairs(choice: str, in_order: Sequence[Row]) -> list[RowPair]:
     """The pairs of `--pairs`, of the rows that `compare.choose` takes. Averages have no value that decides on rows.
 
     So of more than five rows each is compared with the main one. Cached rows are compared with uncached ones among the
@@ -69,12 +69,12 @@ def choose(choice: str, in_order: Sequence[Row]) -> list[RowPair]:
     """
     results = {of_value[-1]: of_value for of_value in _likelihoods(in_order)}
     chosen = []
-    for first, second in _choose(choice, list(results)):
+    for first, second in _pairs_of_values(choice, list(results)):
         chosen.append(max(itertools.product(results[first], results[second]), key=_fit))
     return chosen
 
 
-def _choose(choice: str, likelihoods: Sequence[Row]) -> list[RowPair]:
+def _pairs_of_values(choice: str, likelihoods: Sequence[Row]) -> list[RowPair]:
     """The pairs of rows of different values."""
     if choice == compare.ALL:
         return list(itertools.combinations(likelihoods, 2))

@@ -46,11 +46,12 @@ def find(runs: Sequence[Run]) -> tuple[list[Run], Note]:
 
     Of several results of a task under one spec it is the newest, or the one with samples if they are the same value.
     """
+    with_averages = [run for run in runs if run.config.autoregressive and run.has_results]
     runs = [run for run in runs if run.tasks]
     causal = [run for run in runs if run.config.autoregressive]
     if len(causal) == len(runs):  # there is nothing to measure a gap of
         return [], Note()
-    note = _no_baseline(causal, runs)
+    note = _no_baseline(causal, runs, with_averages)
     if note:
         return [], note
     kept: dict[str, Run] = {}
@@ -85,9 +86,16 @@ def of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run
     return found
 
 
-def _no_baseline(causal: Sequence[Run], runs: Sequence[Run]) -> Note:
-    """The reason that those of `runs` that are autoregressive are no baseline; empty if they are of one model."""
+def _no_baseline(causal: Sequence[Run], runs: Sequence[Run], with_averages: Sequence[Run]) -> Note:
+    """The reason that those of `runs` that are autoregressive are no baseline; empty if they are of one model.
+
+    `with_averages`: the autoregressive results with any value, perplexities or others.
+    """
     models = {run.key: run.label for run in causal}
+    if not models and with_averages:
+        names = ", ".join(dict.fromkeys(run.label for run in with_averages))
+        tasks = ",".join(dict.fromkeys(name for run in runs for name in run.tasks))
+        return Note(f"No gaps: the results of {names} have no perplexity.", f"score it on them: --tasks {tasks}")
     if not models:
         of_score = all("scored" in run.content for run in runs)
         advice = match.TWIN_IN_SCORE if of_score else match.TWIN

@@ -151,6 +151,9 @@ SINGLE = (
     "different."
 )
 WITH_ERRORS = "95 % intervals are over documents, and include the Monte Carlo error of each value."
+UNKNOWN_ERRORS = (
+    "A value with ± ? has an unknown error: its interval includes only the part of it that varies between documents."
+)
 ALONE = "± is the Monte Carlo or sampling error alone."
 PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
@@ -158,6 +161,8 @@ PLACES = (
 )
 NAMES_OF_PAIR = f"first {MINUS} second"
 SIGN = f"Differences are of {MINUS}log p, first {MINUS} second: below 0 the first is better."
+SHARED = "The first columns name what both rows share: a cell is empty where they differ."
+NO_VERDICT = "no verdict"
 SIGN_OF_COST = f"Costs are of {MINUS}log p, with the cache {MINUS} without it: above 0 the cache makes it worse."
 
 
@@ -194,8 +199,11 @@ def values(task: Comparison) -> Table:
 def about_errors(compared: Sequence[ComparedRow]) -> str:
     """A sentence on the errors of drawn values; empty if none is drawn."""
     sentences = []
-    if any(each.interval and each.row.is_drawn for each in compared):
+    drawn = [each.row for each in compared if each.interval and each.row.is_drawn]
+    if any(row.stderr is not None for row in drawn):
         sentences.append(WITH_ERRORS)
+    if any(row.stderr is None for row in drawn):
+        sentences.append(UNKNOWN_ERRORS)
     if any(each.row.stderr is not None for each in compared):
         sentences.append(ALONE)
     return " ".join(sentences)
@@ -240,11 +248,11 @@ def interval_of(pair: Pair) -> str:
     return span(pair.interval, "+.4f")
 
 
-def is_worse(pair: Pair) -> str:
+def is_worse(pair: Pair) -> Cell:
     """`yes` if the first row of a pair is worse than the second one, or why that is not known."""
     if is_tied(pair):
         return TIED
-    return "yes" if pair.better else pair.verdict
+    return "yes" if pair.better else _better(pair)
 
 
 def gaps_of(duels: Sequence[ComparedRow]) -> Table:
@@ -292,12 +300,19 @@ def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, which is better, and the paired difference."""
     unit = gaps.difference_unit(task.metric)
     shown = names_of_pairs([each.row for each in task.rows])
+    about = f"{SIGN} {about_shared(shown, task.pairs)}".strip()
     shown[NAMES_OF_PAIR] = lambda pair: (joined_names(pair), doubts_of(pair.first, pair.second))
     shown["better"] = _better
     shown[f"difference, {unit}"] = _difference
     shown[LEVEL] = interval_of
-    about = _with_single(SIGN, task.pairs)
+    about = _with_single(about, task.pairs)
     return Table.from_records(f"Paired differences, {unit}", task.pairs, shown, about)
+
+
+def about_shared(names: Columns, pairs: Sequence[Pair | AveragePair]) -> str:
+    """The remark on the columns of what both rows of a pair share; empty if no pair shares anything."""
+    cells = [cell(pair) for cell in names.values() for pair in pairs]
+    return SHARED if any(cells) else ""
 
 
 def _with_single(sentence: str, pairs: Iterable[Pair]) -> str:
@@ -332,9 +347,10 @@ def doubts_of(*rows: Row | None) -> Note:
     return Note("; ".join(sentences))
 
 
-def _better(pair: Pair) -> str:
+def _better(pair: Pair) -> Cell:
     """The better of the two, or why there is no verdict."""
-    return pair.better or pair.verdict
+    text = pair.better or pair.verdict
+    return text or (NO_VERDICT, pair.reason)
 
 
 def _difference(pair: Pair) -> Cell:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import gaps, match, notes, order, ranks, rows
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.ranks import Place
@@ -241,13 +241,19 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
         return requested
     if requested is None and shared:
         return min(shared, key=METRICS.index)
-    available = []
+    files: dict[str, list[str]] = {}  # by the metrics that they have
     for run in compared:
-        available.append(f"{run.name}: {', '.join(run.tasks[name].metrics)}")
+        files.setdefault(", ".join(run.tasks[name].metrics), []).append(run.name)
+    available = []
+    for metrics, names in files.items():
+        place = counted(len(names), "result") if len(files) == 1 else ", ".join(names)
+        available.append(f"{metrics} in {place}")
     wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
-    raise DuelError(
-        f"Wanted {wanted}, but there is: {'; '.join(available)}. Name another with --metric, or leave the task out."
-    )
+    advice = "Report results that share one metric"
+    if shared:
+        names_of_shared = ", ".join(sorted(shared, key=METRICS.index))
+        advice = f"Name one of {names_of_shared} with --metric" if len(files) > 1 else "Name one of these with --metric"
+    raise DuelError(f"Wanted {wanted}, but there is: {'; '.join(available)}. {advice}.")
 
 
 def _best(shown: Sequence[Row]) -> set[Row]:

@@ -149,7 +149,7 @@ def collect(options: argparse.Namespace) -> Report:
     average_pairs = {}
     for name in _scored(shown):
         in_order = order.rows_of_averages(shown, name, baselines)
-        chosen = averages.choose(options.pairs, in_order)
+        chosen = averages.chosen_pairs(options.pairs, in_order)
         average_pairs[name] = averages.pairs(name, chosen)
         notes.append(_other_pairs(name, len(chosen), averages.possible_pairs(in_order), "of averages"))
     return Report(

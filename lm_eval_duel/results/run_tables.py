@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from lm_eval_duel.results import averages, order
 from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.columns import (
     NAMES_OF_PAIR,
+    NO_VERDICT,
     SINGLE,
     WHOLE_TARGET,
+    about_shared,
     joined_names,
     names_of_pairs,
     names_of_rows,
@@ -28,6 +31,7 @@ SPEC = (  # the entries of a spec that are listed
     *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
+NO_SECONDS = "its result holds no time of the scoring alone"
 WALL_TIME = "wall time of single runs: other programs on the machine change it"
 
 
@@ -77,16 +81,18 @@ def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:
     rows = []
     for pair in pairs:
         rows += [pair.first, pair.second]
+    names = names_of_pairs(rows)
     shown: Columns = {
-        **names_of_pairs(rows),
+        **names,
         NAMES_OF_PAIR: joined_names,
         "metric": lambda pair: pair.metric,
         "documents": _documents,
         "difference": lambda pair: (number(pair.difference, "+.4f"), _no_difference(pair)),
         LEVEL: lambda pair: (span(pair.interval, "+.4f"), _no_interval(pair)),
-        "verdict": lambda pair: (pair.verdict, pair.verdict_reason),
+        "verdict": lambda pair: (pair.verdict, pair.verdict_reason) if pair.verdict else (NO_VERDICT, pair.reason),
     }
-    about = f"Differences are first {MINUS} second: above 0 the first average is higher."
+    sign = f"Differences are first {MINUS} second: above 0 the first average is higher."
+    about = f"{sign} {about_shared(names, pairs)}".strip()
     if any(pair.interval for pair in pairs):
         about = f"{about} Intervals are from a bootstrap over the documents. {SINGLE}"
     return Table.from_records(f"{name}: paired differences of averages", pairs, shown, about)
@@ -137,15 +143,27 @@ def average_with_doubts(run: Run, name: str, metric: str) -> Cell:
 
 
 def cost(costs: Sequence[RunCost]) -> Table:
-    """Time, network calls and memory of each run; those of a part of a run have a remark that says so."""
+    """Time, network calls and memory of each run; those of a part of a run have a remark that says so.
+
+    Runs of different tasks have a column of these, and runs that share all else the names of their files.
+    """
     any_cache = any(cost.run.has_cache for cost in costs)
+    several_tasks = len({tuple(cost.time.tasks) for cost in costs}) > 1
+    names = Counter(map(_name_of_cost, costs))
+    folder = common_folder([cost.run for cost in costs])
+
+    def file(cost: RunCost) -> str:
+        return os.path.relpath(cost.run.name, folder) if names[_name_of_cost(cost)] > 1 else ""
+
     shown: Columns = {
         "model": lambda cost: cost.run.label,
         "estimator": lambda cost: cost.name,
         "rule": lambda cost: without_defaults(cost.run.config.rule or ""),
         "block": lambda cost: WHOLE_TARGET if cost.run.config.block == "none" else cost.run.config.block,
         "cache": lambda cost: cost.run.config.cache if any_cache else "",
-        "s per token": lambda cost: (number(cost.time.seconds_per_token, ".3g"), cost.time.remark),
+        "tasks": lambda cost: ", ".join(cost.time.tasks) if several_tasks else "",
+        "file": file,
+        "s per token": lambda cost: (number(cost.time.seconds_per_token, ".3g"), _remark_on_seconds(cost)),
         "forwards": _count("forwards"),
         "rows": _count("rows"),
         "peak MiB": _count("peak_memory_bytes", 2**20),
@@ -154,6 +172,18 @@ def cost(costs: Sequence[RunCost]) -> Table:
         "whole run, s": lambda cost: (number(cost.time.whole_run, ".1f"), cost.time.remark),
     }
     return Table.from_records("Cost", costs, shown, f"Times are {WALL_TIME}.")
+
+
+def _name_of_cost(cost: RunCost) -> tuple:
+    """The cells that name a run in the table of costs."""
+    config = cost.run.config
+    return cost.run.label, cost.name, config.rule, config.block, config.cache, tuple(cost.time.tasks)
+
+
+def _remark_on_seconds(cost: RunCost) -> str:
+    if cost.time.remark or cost.time.seconds_per_token is not None:
+        return cost.time.remark
+    return NO_SECONDS
 
 
 def _count(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from results import documents, hf, ours, three_documents
+from results import documents, hf, ours, put, three_documents
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
@@ -199,3 +199,91 @@ def test_columns_of_published_figures_say_their_unit(tmp_path):
             assert "perplexity per word" in head
         below_comment = table.latex().partition("\n")[2]
         assert "perplexity per word" in below_comment
+
+
+# ---------------------------------------------------------------- what is not there, and why
+
+
+def test_a_baseline_of_averages_alone_is_named(tmp_path):
+    """Not as if there were no autoregressive result."""
+    folder = tmp_path / "in"
+    ours(folder, docs=three_documents("sotu"))
+    without_baseline = [str(note) for note in board(folder).notes if "No gaps" in str(note)]
+    averages = ours(folder, {"choice": {"token_perplexity": 9.0}}, model="ARM", estimator="ar")
+    put(averages, "results.choice", {"acc,none": 0.5})
+    put(averages, "configs.choice.output_type", "multiple_choice")
+
+    [note] = [str(note) for note in board(folder).notes if "No gaps" in str(note)]
+
+    assert "ARM" in note
+    assert "--tasks sotu" in note
+    assert note not in without_baseline
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_a_pair_without_an_interval_has_no_verdict_with_the_reason(tmp_path, log):
+    folder = tmp_path / "in"
+    hf(folder, docs=three_documents("sotu", shift=-20))
+    ours(folder, docs=three_documents("sotu"))
+    ours(folder, docs=three_documents("sotu", shift=3), rule="margin", log=log)
+    content = board(folder)
+
+    tables = {kind: table for _, kind, table in content.tables()}
+
+    for kind, head in (("pairs", "better"), ("ranks", "next lower: worse?")):
+        table = tables[kind]
+        cells = [row[table.heads.index(head)] for row in table.rows if "margin" in str(row)]
+        assert cells
+        for cell in cells:
+            assert cell.startswith(columns.NO_VERDICT)
+            mark = cell.rpartition(" ")[2]
+            assert (mark in table.remarks) == (not log)
+
+
+def test_a_table_of_pairs_says_what_an_empty_name_means(tmp_path):
+    folder = tmp_path / "in"
+    hf(folder, docs=three_documents("sotu"))
+    ours(folder, docs=three_documents("sotu"))
+    assert columns.SHARED not in reports.markdown(board(folder))
+    ours(folder, docs=three_documents("sotu", shift=3), rule="margin")
+    assert columns.SHARED in reports.markdown(board(folder))
+
+
+def test_the_rows_of_the_table_of_costs_differ(tmp_path):
+    folder = tmp_path / "in"
+    for task in ("sotu", "news", "news"):
+        ours(folder, docs=three_documents(task))
+    [cost] = [table for _, kind, table in board(folder).tables() if kind == "cost"]
+    assert len({tuple(row) for row in cost.rows}) == 3
+
+    alone = tmp_path / "alone"
+    ours(alone, docs=three_documents("sotu"))
+    [cost] = [table for _, kind, table in board(alone).tables() if kind == "cost"]
+    assert not {"file", "tasks"} & set(cost.heads)
+
+
+def test_intervals_of_values_without_an_error_are_not_said_to_include_it(tmp_path):
+    folder = tmp_path / "in"
+    ours(folder, docs=three_documents("sotu"), estimator="two_phase", spec={"sample": "0.05"})
+    [text] = [table.about for _, kind, table in board(folder).tables() if kind == "methods"]
+    assert columns.WITH_ERRORS not in text
+    assert columns.UNKNOWN_ERRORS in text
+    ours(folder, docs=three_documents("sotu"), estimator="elbo")
+    [text] = [table.about for _, kind, table in board(folder).tables() if kind == "methods"]
+    assert columns.WITH_ERRORS in text
+    assert columns.UNKNOWN_ERRORS in text
+
+
+def test_a_metric_that_no_result_has_lists_those_of_all_once(tmp_path):
+    folder = tmp_path / "in"
+    for rule in ("greedy", "margin", "entropy"):
+        ours(folder, docs=three_documents("sotu"), rule=rule)
+    with pytest.raises(DuelError) as refused:
+        board(folder, "--metric", "perplexity")
+    assert str(refused.value).count("word_perplexity") == 1
+
+    other = ours(folder, {"sotu": {"token_perplexity": 9.0}}, rule="random", size=3)
+    with pytest.raises(DuelError) as refused:
+        board(folder, "--metric", "word_perplexity")
+    assert str(refused.value).count(str(other)) == 1
+    assert "token_perplexity with --metric" in str(refused.value)
