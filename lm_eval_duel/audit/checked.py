@@ -12,6 +12,7 @@ import math
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import counted
 
 # How the second score was computed; recompute.py chooses.
 REFERENCE = "reference"
@@ -30,7 +31,7 @@ class Recomputed:
     own_order: float | None = None  # the log-probability along the reference's order, where that is another one
     problems: tuple[str, ...] = ()  # what else differs
     why_alone: str = ""
-    first_other_pick: str = ""  # the tokens that the run and the rule reveal, where they first differ
+    first_other_pick: str = ""  # the state at which it first does so, in words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,14 @@ class CheckedWindow:
         return self.difference if own_order is None else distance(self.log_prob, own_order)
 
     @property
+    def right_log_prob(self) -> float:
+        """The value by the second score: where the rule picks otherwise than the run, along its own order."""
+        own_order = self.again.own_order
+        if self.again.other_picks and own_order is not None:
+            return own_order
+        return self.again.log_prob
+
+    @property
     def independent(self) -> bool:
         """True if the second score is not that of the run's own code."""
         return self.again.route != ALONE
@@ -81,10 +90,11 @@ class CheckedWindow:
         """The differences beyond float32 noise, as text."""
         problems = []
         if self.difference > self.tolerance:
-            problems.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
+            run, again = told_apart(self.log_prob, self.again.log_prob)
+            problems.append(f"{run} nats, not {again}")
         if self.again.other_picks:
             first = f" (first {self.again.first_other_pick})" if self.again.first_other_pick else ""
-            problems.append(f"{self.again.other_picks} picks that are not the rule's{first}")
+            problems.append(f"{counted(self.again.other_picks, 'pick')} other than the rule's{first}")
         return [*problems, *self.again.problems]
 
     @property
@@ -101,10 +111,19 @@ def distance(one: float, other: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two different numbers with at least four decimals, and so many that two digits of their difference are seen."""
+    decimals = 4
+    while abs(one - other) * 10**decimals < 10 and decimals < 12:
+        decimals += 1
+    return f"{one:.{decimals}f}", f"{other:.{decimals}f}"
+
+
 def unequal(pairs: dict[str, tuple[float, float]], noise: float) -> list[str]:
     """The values, in the run and by the reference, that differ by more than `noise`, as text."""
     problems = []
     for name, (run, again) in pairs.items():
         if distance(run, again) > noise:
-            problems.append(f"{name} is {run:.6g}, not {again:.6g}")
+            of_run, expected = told_apart(run, again)
+            problems.append(f"{name} is {of_run}, not {expected}")
     return problems

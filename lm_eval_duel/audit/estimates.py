@@ -36,6 +36,7 @@ from lm_eval_duel.audit.wrapped_networks import one_row
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -103,7 +104,7 @@ def _lattice(estimator: Lattice, network: OneRow, score: Score) -> Recomputed:
         along = along_any_order(network, rule, path)
         problems += unequal({str(rule): (path.log_prob, along.log_prob)}, noise)
         if along.other_picks:
-            problems.append(f"{along.other_picks} picks of {rule} that are not the rule's")
+            problems.append(f"{counted(along.other_picks, 'pick')} of {rule} other than the rule's")
     _, again = pairs[estimator.name]
     return Recomputed(again, problems=tuple(problems))
 

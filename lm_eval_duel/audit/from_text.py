@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.audit.checked import distance
+from lm_eval_duel.audit.checked import distance, told_apart
 from lm_eval_duel.console.command_line import REASONS
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Value, perplexity
@@ -139,8 +139,10 @@ class FromText:
             value = printed[metric]
             nats_per_unit = value * math.log(2) if metric == "bits_per_byte" else math.log(value)
             if distance(-count * nats_per_unit, self.log_prob) > noise:
-                expected = f"{self.value(metric):.4f} over {count:,} {units}"
-                differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
+                printed_value, expected = told_apart(value, self.value(metric))
+                differences.append(
+                    f"{self.task} prints a {metric} of {printed_value}, not {expected} over {count:,} {units}"
+                )
         return [*self.problems, *differences]
 
     def warnings(self, printed: Mapping[str, float], stderr: float | None = None) -> list[str]:

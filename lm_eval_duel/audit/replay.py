@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lm_eval_duel import reference, rules
-from lm_eval_duel.audit.checked import Recomputed, distance
+from lm_eval_duel.audit.checked import Recomputed, distance, told_apart
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.float_noise import nats_tolerance
@@ -102,7 +102,8 @@ def _differing_tokens(nats: Sequence[float], score: Score) -> list[str]:
     distances = [distance(again, run) for again, run in zip(nats, score.token_logprobs, strict=True)]
     worst = distances.index(max(distances))
     if distances[worst] > noise:
-        problems.append(f"token {worst} has {score.token_logprobs[worst]:.4f} nats, not {nats[worst]:.4f}")
+        run, again = told_apart(score.token_logprobs[worst], nats[worst])
+        problems.append(f"position {worst} of the target (counted from 0) has {run} nats, not {again}")
     total = math.fsum(score.token_logprobs)
     if distance(total, score.log_prob) > noise:
         problems.append(f"its tokens add up to {total:.4f} nats")
@@ -160,11 +161,11 @@ class Followed:
         return picked
 
     def _described(self, picked: list[int], of_rule: list[int]) -> str:
-        """A state in words: its step, and the tokens that the run and the rule reveal there, counted in the target."""
+        """A state in words: its step, and the positions of the target that the run and the rule reveal there."""
         first = self.network.origin
-        revealed = ", ".join(str(ell - first) for ell in sorted(picked))
-        wanted = ", ".join(str(ell - first) for ell in sorted(of_rule))
-        return f"at step {self.step}: token {revealed}, not {wanted}"
+        revealed = ", ".join(str(ell - first) for ell in sorted(picked)) or "none"
+        wanted = ", ".join(str(ell - first) for ell in sorted(of_rule)) or "none"
+        return f"at step {self.step} of a block: position {revealed} of the target, not {wanted}; all counted from 0"
 
     def _compare_with_top(self, log_p: torch.Tensor, token: int) -> None:
         """Note it if a token is not the most probable one of its position, with log-probabilities log_p (V,)."""

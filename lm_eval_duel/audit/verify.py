@@ -109,12 +109,13 @@ class Verification:
         for index, part in sorted(self.scores):
             if requests[index].task_name != OTHER_TEXTS:
                 drawn.append((index, part))
+        with_options = {(request.task_name, request.doc_id) for request in requests if request.idx}
         no_bar = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         for index, part in tqdm(drawn, "Scoring windows again", unit="window", **no_bar):
             signals.check()  # the reference takes long for a window
             score = self.scores[index, part]
             request = requests[index]
-            option = f", option {request.idx}" if request.idx else ""
+            option = f", option {request.idx}" if (request.task_name, request.doc_id) in with_options else ""
             where = f"task {request.task_name}, document {document_of(request)}{option}, window {part}"
             window = self.windows[index][part]
             again = recompute(estimator, window, score)
@@ -198,7 +199,7 @@ def summary(checked: Sequence[CheckedWindow]) -> str:
         f"verify: {counted(counts['windows'], 'window')} scored again in float32 ({routes}): largest difference "
         f"{by_order.order_difference:.3g} nats along the rule's order in float32 ({by_order.where}), "
         f"{largest.difference:.3g} nats along the run's order ({at_largest}); "
-        f"{counts['changed_picks']} picks are not the rule's and {counts['ties']} are its ties; "
+        f"{counted(counts['changed_picks'], 'pick')} other than the rule's, {counted(counts['ties'], 'tie')}; "
         f"differences beyond float32 noise in {counted(counts['differing_windows'], 'window')}"
         + (f", the largest in {counts['where']}" if counts["differing_windows"] else "")
         + (f"; {alone} not checked independently" if alone else "")

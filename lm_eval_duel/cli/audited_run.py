@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
-from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
+from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance, told_apart
 from lm_eval_duel.audit.contradictions import Comparisons, contradictions
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import OTHER_TEXTS
@@ -74,7 +74,8 @@ class Audit:
                 windows.append(f"{each.where} ({', '.join(each.problems)})")
         if windows:
             every = counted(len(self.checked), "window")
-            failures.append(f"{len(windows)} of {every} differ: {'; '.join(windows[:3])}")
+            verb = "differs" if len(windows) == 1 else "differ"
+            failures.append(f"{len(windows)} of {every} {verb}: {'; '.join(windows[:3])}")
         for finding in self.network:
             if finding.differs:
                 failures.append(str(finding))
@@ -107,10 +108,10 @@ class Audit:
             documents = f", {audited} of {counted(available, 'document')}"
         compared = ", ".join(self._compared()) or "nothing"
         not_compared = ", ".join(self._not_compared()) or "nothing"
-        warned = f" Above: {counted(len(self.warnings), 'warning')}." if self.warnings else ""
+        warned = f"; {counted(len(self.warnings), 'warning')} above" if self.warnings else ""
         return (
-            f"{word}: {windows}, {tokens}{documents}. Compared: {compared}. Not compared: {not_compared}. "
-            f"{documentation('audit.md')} lists what both sides share, and what no audit sees.{warned}"
+            f"{word}: {windows}, {tokens}{documents}{warned}. Compared: {compared}. Not compared: {not_compared}. "
+            f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
         )
 
     def interrupted(self, unaudited: Sequence[str]) -> str:
@@ -261,7 +262,8 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
         tokens = sum(each.tokens for each in windows)
         printed = float(answer[0] if isinstance(answer, tuple) else answer)  # with is_greedy, or alone
         if distance(nats, printed) > nats_tolerance(tokens):
-            findings.problems.append(f"{name(request)}: the answer is {printed:.4f} nats, not {nats:.4f}")
+            of_run, expected = told_apart(printed, nats)
+            findings.problems.append(f"{name(request)}: the answer is {of_run} nats, not {expected}")
     if kind == "loglikelihood_rolling":
         audit_text(lm, task, batch.requests, answers, by_request, findings)
 
@@ -298,7 +300,7 @@ def audit_text(
         checked = by_request.get(n, [])
         texts.alone += sum(not each.independent for each in checked)
         windows = [each.window for each in checked]
-        nats = math.fsum(each.again.log_prob for each in checked)
+        nats = math.fsum(each.right_log_prob for each in checked)
         texts.add(name(request), request.doc, request.args[0], windows, nats)
         for metric, item in task.process_results(request.doc, [answer]).items():
             items.setdefault(metric, []).append(item)

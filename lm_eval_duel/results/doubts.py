@@ -48,7 +48,7 @@ def verify_doubt(duel: Mapping[str, Any]) -> str:
     if not differing or duel.get("dtype") not in FULL_PRECISION:
         return ""
     picks = verified.get("changed_picks")
-    of_picks = f"; in all, {picks} picks are not the rule's" if picks else ""
+    of_picks = f"; in all, {counted(picks, 'pick')} other than the rule's" if picks else ""
     return (
         f"verify: {differing} of {verified.get('windows')} windows differ by more than float32 noise "
         f"({verified.get('where')}{of_picks}), so no value of this run is to be trusted"

@@ -150,7 +150,7 @@ def test_a_token_and_the_sum_of_all(side):
     nats = [-1.0, -2.0, -3.0]
 
     score = Score(-6.0 - off, token_logprobs=(-1.0, -2.0 - off, -3.0))
-    expected = [f"token 1 has {-2.0 - off:.4f} nats, not -2.0000"] if differs else []
+    expected = [f"position 1 of the target (counted from 0) has {-2.0 - off:.5f} nats, not -2.00000"] if differs else []
     assert replay._differing_tokens(nats, score) == expected
 
     score = Score(-6.0 - off, token_logprobs=(-1.0, -2.0, -3.0))
@@ -392,7 +392,7 @@ def test_weights_of_drawn_blocks_are_one_over_the_share():
     wrong = dataclasses.replace(score, blocks=blocks)
 
     again = estimates.value(estimator, network, window, wrong)
-    assert f"weight of block {drawn} is 2.5, not 2" in again.problems
+    assert f"weight of block {drawn} is 2.5000, not 2.0000" in again.problems
 
 
 def test_draws_of_the_first_windows_are_looked_at_once_each(monkeypatch):

@@ -283,6 +283,22 @@ class Nudged(rules.Rule):
         return rules.Decision(last & lanes.masked, torch.zeros(len(last)))  # every margin is 0, whatever is picked
 
 
+def test_the_first_wrong_pick_has_its_place():
+    window = Window((), (0, 2, 0, 0, 2, 0, 1))
+    network = Rotary(length=10)
+    [run] = Duel(network, "left_to_right", 4).log_prob([window])
+    [greedy] = Duel(network, "greedy", 4).log_prob([window])
+    of_run = run.reveal_steps[:4]  # of the first block, whose states are equal until the picks differ
+    of_greedy = greedy.reveal_steps[:4]
+    step = min(step for step in range(4) if of_run.index(step) != of_greedy.index(step))
+    assert step > 0, "at step 0 all positions tie"
+
+    again = recompute(Duel(network, "greedy", 4), window, run)
+
+    place = f"at step {step} of a block: position {of_run.index(step)} of the target, not {of_greedy.index(step)};"
+    assert again.first_other_pick.startswith(place)
+
+
 @pytest.mark.parametrize(("by", "ties"), [(5e-5, True), (0.5, False)])
 def test_a_tie_is_one_of_the_reference(by, ties):
     """The positions of this network differ by 4e-5 in their logits: within a tie, or not by a rule that is far off."""

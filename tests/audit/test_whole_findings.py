@@ -11,7 +11,16 @@ import torch
 from toys import Toy
 
 from lm_eval_duel.audit import network_check, replay, verify
-from lm_eval_duel.audit.checked import ALONE, REFERENCE, RUNS_RULE, CheckedWindow, Recomputed, distance, unequal
+from lm_eval_duel.audit.checked import (
+    ALONE,
+    REFERENCE,
+    RUNS_RULE,
+    CheckedWindow,
+    Recomputed,
+    distance,
+    told_apart,
+    unequal,
+)
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.recompute import _wrong_tie
 from lm_eval_duel.core.decision import NEAR_TIE
@@ -19,6 +28,7 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import denoiser as dit
+from lm_eval_duel.errors import counted
 from lm_eval_duel.text.unigram import unigram_perplexity, unigram_sentence
 
 # ---------------------------------------------------------------- one window
@@ -37,16 +47,18 @@ def test_a_window_differs_just_above_the_tolerance(tokens):
 
     with_other_picks = Recomputed(-1.0, other_picks=2, own_order=-3.0, problems=("p",))
     compared = CheckedWindow("x", window, -1.0, with_other_picks)
-    assert compared.problems == ["2 picks that are not the rule's", "p"]
+    assert compared.problems == ["2 picks other than the rule's", "p"]
     place = "at step 1: token 3, not 4"
     again = dataclasses.replace(compared.again, first_other_pick=place)
     [problem, _] = dataclasses.replace(compared, again=again).problems
     assert place in problem
     assert compared.difference == 0.0
     assert compared.order_difference == 2.0
+    assert compared.right_log_prob == -3.0, "the run's order is wrong, and so is the value along it"
 
-    with_ties = Recomputed(-1.0, other_picks=0, ties=3)
-    assert not CheckedWindow("x", window, -1.0, with_ties).problems
+    with_ties = CheckedWindow("x", window, -1.0, Recomputed(-1.0, other_picks=0, ties=3, own_order=-3.0))
+    assert not with_ties.problems
+    assert with_ties.right_log_prob == -1.0, "the run's order is as right as another"
     assert not CheckedWindow("x", window, -math.inf, Recomputed(-math.inf)).problems
 
 
@@ -60,7 +72,15 @@ def test_distances():
     assert distance(math.nan, math.nan) == math.inf
 
     pairs = {"a": (1.0, 2.0), "b": (1.0, 1.5), "c": (math.nan, 0.0)}
-    assert unequal(pairs, 0.5) == ["a is 1, not 2", "c is nan, not 0"]
+    assert unequal(pairs, 0.5) == ["a is 1.0000, not 2.0000", "c is nan, not 0.0000"]
+
+
+@pytest.mark.parametrize("apart", [2.0, 1e-3, 1.3e-5, 7e-9])
+def test_two_numbers_that_differ_look_different(apart):
+    one, other = told_apart(1.1627 + apart, 1.1627)
+    assert float(one) - float(other) == pytest.approx(apart, rel=0.1)
+    assert len(one.split(".")[1]) == len(other.split(".")[1]) >= 4
+    assert told_apart(math.nan, -math.inf) == ("nan", "-inf")
 
 
 def checked(*entries):
@@ -119,8 +139,8 @@ def test_a_summary_counts_every_window(count, last):
         f"difference {largest_order_difference:.3g} nats along the rule's order in float32 ({order_differs_at})",
         f"{description['largest_difference']:.3g} nats along the run's order ({largest.where}",
         description["where"],
-        f"{description['changed_picks']} picks ",
-        f"{description['ties']} are its ties",
+        f"{counted(description['changed_picks'], 'pick')} other ",
+        f"{counted(description['ties'], 'tie')}; ",
         f"noise in {differing} window{'s' if differing != 1 else ''}",
     ]
     for part in parts:
@@ -137,7 +157,7 @@ SAME = f"{-4:.6f}"
         ([(3, -4.0, Recomputed(-4.0))], [SAME, "window 0"]),  # none differs
         ([(3, -4.0, Recomputed(-4.0, problems=("2 picks of a:B",)))], ["2 picks of a:B"]),
         ([(3, -4.0, Recomputed(-4.0, other_picks=2)), (3, -4.0, Recomputed(-4.0 - 1e-9))], ["2 picks", "window 0"]),
-        ([(3, -4.0, Recomputed(-4.0, other_picks=2)), (3, -5.0, Recomputed(-5.5))], [f"{-5.5:.6f}", "window 1"]),
+        ([(3, -4.0, Recomputed(-4.0, other_picks=2)), (3, -5.0, Recomputed(-5.5))], [f"not {-5.5:.4f}", "window 1"]),
     ],
 )
 def test_the_window_that_differs_most_is_named_with_its_problems(windows, said):
@@ -259,7 +279,8 @@ def test_documents_are_counted_and_added_up(count):
 
         just_above = value_of(metric, (nats + 1.1 * noise) / number)
         [problem] = task.differing({metric: just_above})
-        assert f"{just_above:.4f}, not {printed[metric]:.4f} over {number} {unit}" in problem
+        of_run, expected = told_apart(just_above, printed[metric])
+        assert f"{of_run}, not {expected} over {number} {unit}" in problem
 
 
 def value_of(metric, nats):

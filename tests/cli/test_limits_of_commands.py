@@ -171,9 +171,9 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     findings.warnings = ["odd", "odder"]
 
     assert findings.verdict == (
-        "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
-        "Not compared: the network (--no_own_code), 1 window (its rule). "
-        f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Above: 2 warnings."
+        "PASS: 4 windows, 9 tokens; 2 warnings above. Compared: 3 windows with the reference, draws, "
+        "printed numbers with the text. Not compared: the network (--no_own_code), 1 window (its rule). "
+        f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
     )
     assert findings.failures == []
 
@@ -198,7 +198,7 @@ def test_everything_that_differs_is_a_failure():
     windows, network, *others = findings.failures
 
     assert windows.startswith("5 of 5 windows differ: ")
-    assert windows.count("document") == windows.count("(-5.000000 nats, not -6.000000)") == 3
+    assert windows.count("document") == windows.count("(-5.0000 nats, not -6.0000)") == 3
     assert network == str(other_network)
     assert others == ["a contradiction", "a problem"]
     compared = "5 windows with the reference, network, weights, draws"
@@ -226,7 +226,7 @@ def test_the_table_of_windows():
     _, first, second, difference = shown.splitlines()
     assert first.split()[-7:] == ["3", "-5.000000", "-5.000000", "0.0e+00", "0", "2", "reference"]
     assert second.split()[-8:] == ["3", "-5.000000", "-5.500000", "5.0e-01", "-", "-", "reference", "DIFFERS"]
-    assert difference.startswith("task t, document 1: -5.000000 nats, not -5.500000")
+    assert difference.startswith("task t, document 1: -5.0000 nats, not -5.5000")
 
 
 def windows_of(**more):
