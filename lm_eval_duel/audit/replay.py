@@ -152,7 +152,7 @@ class Followed:
             else:
                 self.other_picks += 1
                 if not self.first_other_pick:
-                    self.first_other_pick = self._described(picked, of_rule)
+                    self.first_other_pick = self._described(M, picked, of_rule)
         if isinstance(self.F, StepRule):
             self.F.advance()
         for ell in picked:
@@ -160,12 +160,15 @@ class Followed:
         self.step = 0 if len(picked) == len(M) else self.step + 1
         return picked
 
-    def _described(self, picked: list[int], of_rule: list[int]) -> str:
+    def _described(self, M: list[int], picked: list[int], of_rule: list[int]) -> str:
         """A state in words: its step, and the positions of the target that the run and the rule reveal there."""
         first = self.network.origin
+        [block] = [n for n, positions in enumerate(self.network.blocks) if M[0] in positions]
         revealed = ", ".join(str(ell - first) for ell in sorted(picked)) or "none"
         wanted = ", ".join(str(ell - first) for ell in sorted(of_rule)) or "none"
-        return f"at step {self.step} of a block: position {revealed} of the target, not {wanted}; all counted from 0"
+        return (
+            f"at step {self.step} of block {block}: position {revealed} of the target, not {wanted}; all counted from 0"
+        )
 
     def _compare_with_top(self, log_p: torch.Tensor, token: int) -> None:
         """Note it if a token is not the most probable one of its position, with log-probabilities log_p (V,)."""

@@ -50,7 +50,7 @@ def task_folder() -> str:
     for folder in (package / "task_configs", package.parent / "task_configs"):
         if folder.is_dir():
             return str(folder)
-    raise FileNotFoundError(f"No task_configs in {package} or next to it; install the package again.")
+    raise FileNotFoundError(f"No task_configs in {package} or next to it; install the package again")
 
 
 def task_files() -> list[Path]:

@@ -10,7 +10,7 @@ from laws import slow_but
 from noised_toys import NoisyToy
 from toys import Toy
 
-from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
+from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
 from lm_eval_duel.audit.contradictions import contradictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import two_phase
@@ -125,6 +125,23 @@ def test_a_value_that_is_too_good_is_found(name):
         return dataclasses.replace(score, log_prob=score.log_prob + 30.0)
 
     assert compared(ESTIMATORS[name](), change=better).problems
+
+
+def test_larger_blocks_compare_a_run_with_itself():
+    """Its sums over orders must be in order, but that is no comparison with anything independent."""
+    texts = windows(2)
+    lattice = ESTIMATORS["all orders"]()
+    scores = lattice.log_prob(texts)
+    alone = []
+    for each in checked(texts, scores):
+        alone.append(dataclasses.replace(each, again=Recomputed(each.log_prob, ALONE)))
+    in_order = contradictions(lattice, alone)
+    assert in_order.compared == []
+    assert in_order.problems == []
+
+    too_good = dataclasses.replace(scores[0], log_prob=scores[0].log_prob + 30.0)
+    alone[0] = dataclasses.replace(alone[0], score=too_good)
+    assert contradictions(lattice, alone).problems
 
 
 @pytest.mark.parametrize("name", ["elbo", "two phases"])

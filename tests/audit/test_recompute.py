@@ -295,7 +295,7 @@ def test_the_first_wrong_pick_has_its_place():
 
     again = recompute(Duel(network, "greedy", 4), window, run)
 
-    place = f"at step {step} of a block: position {of_run.index(step)} of the target, not {of_greedy.index(step)};"
+    place = f"at step {step} of block 0: position {of_run.index(step)} of the target, not {of_greedy.index(step)};"
     assert again.first_other_pick.startswith(place)
 
 
