@@ -12,7 +12,7 @@ import math
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import counted
+from lm_eval_duel.errors import counted, told_apart
 
 # How the second score was computed; recompute.py chooses.
 REFERENCE = "reference"
@@ -109,14 +109,6 @@ def distance(one: float, other: float) -> float:
         return 0.0
     difference = abs(one - other)
     return math.inf if math.isnan(difference) else difference
-
-
-def told_apart(one: float, other: float) -> tuple[str, str]:
-    """Two different numbers with at least four decimals, and so many that two digits of their difference are seen."""
-    decimals = 4
-    while abs(one - other) * 10**decimals < 10 and decimals < 12:
-        decimals += 1
-    return f"{one:.{decimals}f}", f"{other:.{decimals}f}"
 
 
 def unequal(pairs: dict[str, tuple[float, float]], noise: float) -> list[str]:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.audit.checked import distance, told_apart
+from lm_eval_duel.audit.checked import distance
 from lm_eval_duel.console.command_line import REASONS
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Value, perplexity
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import counted
+from lm_eval_duel.errors import counted, told_apart
 from lm_eval_duel.text.annotated import TokenText
 from lm_eval_duel.text.unigram import unigram_sentence, unigram_warning
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lm_eval_duel import reference, rules
-from lm_eval_duel.audit.checked import Recomputed, distance, told_apart
+from lm_eval_duel.audit.checked import Recomputed, distance
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
+from lm_eval_duel.errors import told_apart
 
 PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.LeftToRight: lambda rule: reference.left_to_right(rule.k),

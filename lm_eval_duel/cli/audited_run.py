@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
-from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance, told_apart
+from lm_eval_duel.audit.checked import RUNS_RULE, CheckedWindow, distance
 from lm_eval_duel.audit.contradictions import Comparisons, contradictions
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import OTHER_TEXTS
@@ -28,7 +28,7 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.vocabulary import about_another_mask
-from lm_eval_duel.errors import counted, documentation
+from lm_eval_duel.errors import counted, documentation, told_apart
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness import patches

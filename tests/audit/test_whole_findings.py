@@ -18,7 +18,6 @@ from lm_eval_duel.audit.checked import (
     CheckedWindow,
     Recomputed,
     distance,
-    told_apart,
     unequal,
 )
 from lm_eval_duel.audit.from_text import FromText
@@ -28,7 +27,7 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import denoiser as dit
-from lm_eval_duel.errors import counted
+from lm_eval_duel.errors import counted, told_apart
 from lm_eval_duel.text.unigram import unigram_perplexity, unigram_sentence
 
 # ---------------------------------------------------------------- one window
