@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import counted
 
 
 def scored_tokens(windows: Iterable[Window]) -> Counter[int]:
@@ -47,23 +46,13 @@ def unigram_perplexity(counts: Mapping[int, int], vocabulary: int) -> float:
     return math.exp(nats / tokens)
 
 
-def is_too_short(counts: Mapping[int, int], vocabulary: int) -> bool:
-    """True if the unigram of some texts says nothing: most of their tokens occur once, or it is above chance.
-
-    Chance is the number of tokens, the perplexity of a network that knows nothing.
-    """
-    occur_once = sum(times == 1 for times in counts.values())
-    above_chance = unigram_perplexity(counts, vocabulary) > max(vocabulary, len(counts))
-    return above_chance or 2 * occur_once > sum(counts.values())
-
-
 def unigram_sentence(counts: Mapping[int, int], vocabulary: int) -> str:
     """The unigram's token perplexity in a sentence, which says so if the texts are too short to judge by it."""
-    sentence = f"a unigram of these texts has a token perplexity of {unigram_perplexity(counts, vocabulary):.4f}"
-    if is_too_short(counts, vocabulary):
-        occur_once = sum(times == 1 for times in counts.values())
-        tokens = counted(sum(counts.values()), "token")
-        sentence += f"; they are too short to judge by it ({tokens}, {occur_once:,} of them only once)"
+    limit = unigram_perplexity(counts, vocabulary)
+    tokens = max(vocabulary, len(counts))
+    sentence = f"a unigram of these texts has a token perplexity of {limit:.4f}"
+    if limit > tokens:
+        sentence += f"; they are too short to judge by it: chance is {tokens:,}, the number of tokens"
     return sentence
 
 
@@ -77,8 +66,8 @@ def unigram_warning(
 ) -> str:
     """A sentence if a token perplexity is above the unigram of its texts; empty otherwise, and for an infinite one.
 
-    For texts that are too short for a unigram, the limit is the number of tokens, the perplexity of a network that
-    knows nothing.
+    On a short text the unigram can be above the number of tokens, the perplexity of a network that knows nothing. That
+    is then the limit.
 
     Args:
         task: The name of the texts.
@@ -90,7 +79,7 @@ def unigram_warning(
     limit = unigram_perplexity(counts, vocabulary)
     without_context = f"a unigram of its texts has {limit:.2f}"
     tokens = max(vocabulary, len(counts))
-    if is_too_short(counts, vocabulary):
+    if limit > tokens:
         limit = tokens
         without_context = f"a network for which all {tokens:,} tokens are equally probable has {tokens:,}"
     if not limit < value < math.inf:  # an infinite one has a reason of its own; of no tokens, both are NaN
