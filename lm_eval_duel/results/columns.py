@@ -26,6 +26,7 @@ from lm_eval_duel.results.table import (
     form_of,
     number,
     span,
+    split,
 )
 from lm_eval_duel.rules import adaptive, without_defaults
 
@@ -269,7 +270,7 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head("DUEL", "DUEL", "value"): marked_with_remark,
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
         "ELBO's gap": lambda each: _from_baseline(each, gap(each.closed.elbo, each.closed.elbo_gap)),
-        Head("DUEL's gap", "DUEL's gap", "value"): lambda each: _from_baseline(each, gap(each.row, each.gap)),
+        Head("DUEL's gap", "DUEL's gap", "value"): gap_with_remark,
         Head(f"DUEL's gap: {LEVEL}", "DUEL's gap", LEVEL): gap_interval,
         Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
         Head(f"gap closed: {LEVEL}", "gap closed", LEVEL): closed_interval,
@@ -280,6 +281,12 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
 def _from_baseline(each: ComparedRow, text: str) -> Cell:
     """A gap with what puts the baseline's value in doubt, which is not in the table itself."""
     return (text, doubts_of(each.closed.ar)) if text else ""
+
+
+def gap_with_remark(each: ComparedRow) -> Cell:
+    """A row's gap to the baseline, with what puts the baseline's value in doubt, and what differs from it."""
+    text, remark = split(_from_baseline(each, gap(each.row, each.gap)))
+    return (text, Note.joined([remark, each.about_gap])) if text else ""
 
 
 def cache_costs(cached: Sequence[ComparedRow]) -> Table:

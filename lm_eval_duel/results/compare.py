@@ -47,6 +47,7 @@ class ComparedRow:
     place: Place | None  # its rank; None for bounds and the oracle
     gap: float | None  # to the baseline
     gap_interval: Interval | None
+    about_gap: Note  # what differs from the baseline, under --as_published
     closed: GapClosed
     drawn_elbo: Row | None  # the best Monte Carlo ELBO of a DUEL row
     cache_cost: Pair | None
@@ -167,6 +168,7 @@ def task(
                 place=places.get(row),
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=gaps.gap_interval(row, ar, draws),
+                about_gap=gaps.as_published([row, ar]),
                 closed=closed,
                 drawn_elbo=drawn_elbo,
                 cache_cost=gaps.cache_cost(row, table.rows, draws),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -132,10 +133,26 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     if first.metric == "bits_per_byte":
         paired = _in_bits(paired)
     of_rows = Pair(**vars(paired), first=first, second=second, reason=reason)
-    for difference in match.differences(first.run, second.run, first.task):
-        if not difference.is_allowed(first.metric):
-            return dataclasses.replace(of_rows, better="", verdict=f"no verdict: {difference.sentence}")
-    return of_rows
+    differs = caveat([first, second])
+    return dataclasses.replace(of_rows, better="", verdict=f"no verdict: {differs}") if differs else of_rows
+
+
+def caveat(compared: Sequence[Row]) -> str:
+    """A sentence on what differs between rows although `report` refuses to compare such results otherwise.
+
+    It is on the first difference of any two; empty if there is none.
+    """
+    for first, second in itertools.combinations(compared, 2):
+        for difference in match.differences(first.run, second.run, first.task):
+            if not difference.is_allowed(first.metric):
+                return difference.sentence
+    return ""
+
+
+def as_published(compared: Sequence[Row | None]) -> Note:
+    """The caveat as a remark on what is computed from rows; empty without one."""
+    differs = caveat([row for row in compared if row is not None])
+    return Note(f"compared as published, although {differs}" if differs else "")
 
 
 def _in_bits(paired: PairedDifference) -> PairedDifference:
@@ -213,7 +230,8 @@ class GapClosed:
     """The share of the ELBO's gap to the autoregressive baseline that a DUEL row closes, in per cent.
 
     `ar`: the baseline. `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is
-    not tested. `percent` is None if they do not. `reason`: why `percent`, its error or its interval is not known.
+    not tested. `percent` is None if they do not. `reason`: why `percent`, its error or its interval is not known, and
+    what differs between the three although they are compared.
     """
 
     elbo: Row | None = None
@@ -306,6 +324,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     else:
         unclear = Note(CLOSE)
 
+    about_runs = as_published([row, ar, elbo])
     interval_of_percent, no_draws = _gap_closed_interval(elbo, row, ar, draws)
     return GapClosed(
         elbo=elbo,
@@ -315,7 +334,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
         percent=percent,
         stderr=stderr,
         interval=interval_of_percent,
-        reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), no_draws]),
+        reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), no_draws, about_runs]),
     )
 
 

@@ -38,7 +38,8 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     against = "" if base is None else f" against {_value(base)} for {escape(base.model)}"
     chosen = compare.headline(of_model)
     if chosen is None:
-        return f"{subject}: {_without_duel(of_model, against)}; no DUEL result (estimator=duel)."
+        text = f"{subject}: {_without_duel(of_model, against)}; no DUEL result (estimator=duel)."
+        return text + _caveat([compare.lowest(of_model).row, base])
 
     method = chosen.row.entry.display
     if chosen.row.noise_seed is not None:
@@ -51,7 +52,13 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     lowest = _lowest(chosen.row, of_model)
     if lowest is not chosen.row:
         text += f" Lowest of its likelihoods: {_rule(lowest)}, {_value(lowest)}."
-    return text
+    return text + _caveat([chosen.row, base, chosen.closed.elbo])
+
+
+def _caveat(rows: Sequence[Row | None]) -> str:
+    """A sentence on what differs between the rows of a headline, although they are compared; empty if nothing does."""
+    about_runs = str(gaps.as_published(rows))
+    return f" {about_runs[0].upper()}{about_runs[1:]}." if about_runs else ""
 
 
 def _lowest(chosen: Row, of_model: Sequence[ComparedRow]) -> Row:

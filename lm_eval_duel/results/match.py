@@ -13,6 +13,7 @@ from lm_eval_duel.results.table import number
 TWIN = "score it with lm-eval-duel run --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 TWIN_IN_SCORE = "name one to lm-eval-duel score: --compare pretrained=...,estimator=ar"
 UNKNOWN_TOKENIZER = "tokenizer (unknown)"
+NAMED = 2  # runs of a difference that are named
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
 SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
 SAME_WINDOWS = (
@@ -26,9 +27,9 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
 
     Every run is compared with the first, and its documents also with the first run that has samples: the documents
     must always be the same. Values per word and byte also need the same scored positions; other tokenizers and windows
-    are only listed.
+    are only listed, each once with the runs that differ in it.
     """
-    listed: dict[str, None] = {}
+    listed: dict[Difference, list[Run]] = {}
     first = compared[0]
     sampled = _first_with_samples(compared, name) or first
     for other in compared[1:]:
@@ -37,10 +38,10 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
                 raise _refusal(name, metric, difference, before, other)
         for difference in differences(first, other, name):
             if as_published or difference.is_allowed(metric):
-                listed[difference.between(first, other)] = None
+                listed.setdefault(difference, []).append(other)
             else:
                 raise _refusal(name, metric, difference, first, other)
-    return list(listed)
+    return [difference.between(first, *others) for difference, others in listed.items()]
 
 
 def groups(name: str, metric: str, runs: Sequence[Run]) -> list[tuple[list[Run], str]]:
@@ -125,8 +126,12 @@ class Difference(NamedTuple):
         """True if values of this metric may be compared in spite of it."""
         return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == "windows")
 
-    def between(self, first: Run, second: Run) -> str:
-        return f"{self.field}: {self.first} in {first.name}, but {self.second} in {second.name}"
+    def between(self, first: Run, *others: Run) -> str:
+        """A line on the first run and the others, which share the second value. Of many, some are named."""
+        names = ", ".join(run.name for run in others[:NAMED])
+        if len(others) > NAMED:
+            names += f" and {len(others) - NAMED} more"
+        return f"{self.field}: {self.first} in {first.name}, but {self.second} in {names}"
 
 
 def documents(first: Task, second: Task, metric: str) -> list[Difference]:

@@ -129,7 +129,8 @@ def about(report: Report) -> str:
             "value: the 95 % interval of their paired difference over documents contains 0."
         )
     if any(task.has_gap for task in report.tasks.values()):
-        sentences.append(f"Gaps are to {_baseline_names(report)}.")
+        about_gaps = dict.fromkeys(str(each.about_gap) for task in report.tasks.values() for each in task.rows)
+        sentences.append(f"{', '.join(filter(None, [f'Gaps are to {_baseline_names(report)}', *about_gaps]))}.")
     compared = [each for task in report.tasks.values() for each in task.rows]
     if any(each.interval for each in compared):
         sentences.append("Intervals are 95 % intervals over documents.")

@@ -190,8 +190,8 @@ def _bits(each: ComparedRow) -> str:
     return "" if each.row.metric == "bits_per_byte" else columns.value(each.row, "bits_per_byte")
 
 
-def _gap(each: ComparedRow) -> str:
-    return columns.gap(each.row, each.gap)
+def _gap(each: ComparedRow) -> Cell:
+    return columns.gap(each.row, each.gap), each.about_gap
 
 
 def _closed(each: ComparedRow) -> Cell:

@@ -12,6 +12,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import columns, page, published
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.page_columns import columns_of, with_minus_signs
+from lm_eval_duel.results.table import split
 
 
 def board(folder, *words):
@@ -287,3 +288,50 @@ def test_a_metric_that_no_result_has_lists_those_of_all_once(tmp_path):
         board(folder, "--metric", "word_perplexity")
     assert str(refused.value).count(str(other)) == 1
     assert "token_perplexity with --metric" in str(refused.value)
+
+
+# ---------------------------------------------------------------- results that are compared as published
+
+
+@pytest.fixture
+def as_published(tmp_path):
+    """A baseline of other scored positions than an ELBO and four rules."""
+    folder = tmp_path / "in"
+    hf(folder, docs=three_documents("sotu", shift=-30))
+    of_rows = {"special_tokens": "[50256] text [], bos=eos,eos"}
+    ours(folder, docs=three_documents("sotu", shift=9), estimator="elbo", block="none", spec=of_rows)
+    for n, rule in enumerate(("greedy:k=1", "margin", "entropy", "random")):
+        ours(folder, docs=three_documents("sotu", shift=n), rule=rule, spec=of_rows)
+    return board(folder, "--as_published")
+
+
+def test_what_several_results_differ_in_is_one_line(as_published):
+    [task] = as_published.tasks.values()
+    [line] = task.differences
+    assert line.count("bos=eos") == 1
+    assert "and 3 more" in line
+
+
+def test_a_gap_that_is_compared_as_published_says_so_where_it_stands(as_published, tmp_path):
+    """In the headline, the tables and the page; not where nothing differs."""
+    differs = "the scored positions differ"
+    [task] = as_published.tasks.values()
+    [headline] = as_published.headlines["sotu"]
+    assert "closes" in headline
+    assert differs in headline
+    assert differs in page.about(as_published)
+    for each in task.rows:
+        assert (differs in str(each.about_gap)) == (not each.row.ar)
+        assert (differs in str(each.closed.reason)) == each.row.is_duel
+    heads = [column.head for column in columns_of(as_published)]
+    for head in ("sotu gap", "sotu gap closed, %"):
+        cell = columns_of(as_published)[heads.index(head)].cell
+        remarks = [split(cell(row))[1].fact for row in as_published.standings.rows if row.method.is_duel]
+        assert remarks
+        assert all(differs in remark for remark in remarks)
+
+    alike = tmp_path / "alike"
+    hf(alike, docs=three_documents("sotu", shift=-30))
+    ours(alike, docs=three_documents("sotu"))
+    content = board(alike, "--as_published")
+    assert "as published" not in page.about(content) + content.headlines["sotu"][0]
