@@ -89,10 +89,11 @@ def repeat_last(rule: UnmaskingRule) -> None:
 class Checked(Around):
     """A user's rule with checks of what it returns. It may return the pick alone, without a `Decision`.
 
-    The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated: on the same
-    predictions, while no NaN may decide (`NoNaN`); on the same again, while operations must get the same numbers
-    (operation_checks.py); at another step if the rule is `state_only`; and for a lane and the narrowest one, with other
-    predictions in all other lanes, and alone. Picks and memory must agree, except in near ties.
+    The first eight calls of a run with a real choice, and the last one of each group of windows (`repeat_last`), are
+    repeated: on the same predictions, while no NaN may decide (`NoNaN`); on the same again, while operations must get
+    the same numbers (operation_checks.py); at another step if the rule is `state_only`; and for a lane and the
+    narrowest one, with other predictions in all other lanes, and alone. Picks and memory must agree, except in near
+    ties.
 
     The near ties of a rule without a decision_margin are not known, so it is asked once more with float noise in its
     predictions. If it then decides differently, or for a lane alone, this is counted and logged. The checks detect a
