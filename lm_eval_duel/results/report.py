@@ -200,7 +200,28 @@ def _compare_tasks(
                 notes.append(Note(f"{label}: {difference}"))
             tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
             notes.append(_other_pairs(label, len(tasks[label].pairs), tasks[label].possible_pairs))
+            notes += _gaps_without_interval(label, tasks[label])
     return tasks, notes
+
+
+def _gaps_without_interval(name: str, task: Comparison) -> list[Note]:
+    """Notes on the results without values per document, which take the interval from a gap closed; each once."""
+    reasons: dict[str, Note] = {}  # by file
+    for each in task.rows:
+        closed = each.closed
+        if closed.distinguishable is None or closed.interval is not None:
+            continue
+        for row in (closed.elbo, each.row, closed.ar):
+            if row not in task.draws and row.no_interval.advice:
+                reasons.setdefault(row.run.name, row.no_interval)
+    files_of_reasons: dict[Note, list[str]] = {}
+    for file, reason in reasons.items():
+        files_of_reasons.setdefault(reason, []).append(file)
+    notes = []
+    for reason, names in files_of_reasons.items():
+        listed = ", ".join(names)
+        notes.append(Note(advice=f"{name}: gap closed has no interval because of {listed}: {reason}"))
+    return notes
 
 
 def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:

@@ -335,3 +335,24 @@ def test_a_gap_that_is_compared_as_published_says_so_where_it_stands(as_publishe
     ours(alike, docs=three_documents("sotu"))
     content = board(alike, "--as_published")
     assert "as published" not in page.about(content) + content.headlines["sotu"][0]
+
+
+def test_the_result_that_takes_the_interval_from_gap_closed_is_named_once(tmp_path):
+    """A run of all orders without its trace has an exact ELBO, which is used before that of draws."""
+    folder = tmp_path / "in"
+    causal = {"duel": {"attention": "block_causal"}, "docs": three_documents("sotu")}
+    hf(folder, docs=three_documents("sotu", shift=-30))
+    for rule in ("greedy:k=1", "margin"):
+        ours(folder, rule=rule, **causal)
+    ours(folder, estimator="elbo", spec={"elbo_block": "4"}, **{**causal, "docs": three_documents("sotu", shift=9)})
+    assert not [note for note in board(folder).notes if "no interval" in str(note)]
+
+    lattice = ours(folder, estimator="mixture", values={"sotu": {"elbo_exact": 40.0}}, **causal)
+    content = board(folder)
+
+    [note] = [str(note) for note in content.notes if "no interval" in str(note)]
+    assert str(lattice) in note
+    assert "trace=FILE" in note
+    assert note in reports.console(content)
+    for each in content.tasks["sotu"].rows:
+        assert (each.interval is None) == (each.row.estimator == "elbo_exact")
