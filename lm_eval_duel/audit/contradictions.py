@@ -35,6 +35,7 @@ from lm_eval_duel.estimators.two_phase import TwoPhase
 ERRORS = 4  # standard errors by which right estimates may differ
 STATES = 2_000  # rows that the audit evaluates for sums over all orders, over all windows
 DRAWN_WINDOWS = 50  # whose draws are looked at
+ROUNDING = 1e-9  # of a draw's time
 
 
 class Comparisons:
@@ -75,9 +76,13 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> Co
         comparisons.add("the exact value", _two_phase(estimator, windows))
 
     distinct = list(dict.fromkeys(each.window for each in windows))
-    statistics = draw_statistics(estimator, distinct[:DRAWN_WINDOWS])
+    drawn = distinct[:DRAWN_WINDOWS]
+    statistics = draw_statistics(estimator, drawn)
     if statistics:
         comparisons.add("draws", _unlikely(statistics))
+    if isinstance(estimator, Elbo):
+        for window in drawn:
+            comparisons.problems.extend(_uneven(estimator, window))
     return comparisons
 
 
@@ -247,6 +252,42 @@ def _unlikely(statistics: dict[str, Statistic]) -> Iterator[str]:
         if abs(statistic.errors) > ERRORS:
             size = "large" if statistic.errors > 0 else "small"
             yield f"the {name} of the draws is {abs(statistic.errors):.1f} standard errors too {size}"
+
+
+def _uneven(elbo: Elbo, window: Window) -> Iterator[str]:
+    """The first draw of a window that is out of place, if there is one: those of a replicate are evenly spread.
+
+    The n draws of a replicate have one uniform number u in each n-th of 0..1. This finds small faults that the sums
+    above cannot, since these are held to the variance of independent draws.
+    """
+    network = one_row(elbo.denoiser, window, elbo.block, elbo.grid)
+    if network is None:
+        return
+    draws = elbo.draws(window)
+    for replicate in range(elbo.replicates):
+        of_replicate = draws[replicate :: elbo.replicates]
+        for number, block in enumerate(network.blocks):
+            of_block = [_uniform(elbo, len(block), *draw[number]) for draw in of_replicate]
+            n = len(of_block)
+            for i, (low, high) in enumerate(sorted(of_block)):
+                if high <= i / n or low >= (i + 1) / n:
+                    yield (
+                        f"the draws of a window are not evenly spread: in a replicate of {n}, draw {i + 1} by the "
+                        f"number of masks has u in {low:.4f}..{high:.4f}, which is not between {i}/{n} and {i + 1}/{n}"
+                    )
+                    return
+
+
+def _uniform(elbo: Elbo, m: int, masked: Sequence[int], t: float | None) -> tuple[float, float]:
+    """The range of the uniform number that a draw of a block of m positions was made of.
+
+    Without a time it has 1 + floor(u m) masked positions.
+    """
+    if t is None:
+        return (len(masked) - 1) / m, len(masked) / m
+    eps = elbo.arguments.elbo_eps
+    u = (t - eps) / (1 - eps)
+    return u - ROUNDING, u + ROUNDING
 
 
 def _drawn_blocks(estimator: TwoPhase, windows: Sequence[Window]) -> dict[str, Statistic]:

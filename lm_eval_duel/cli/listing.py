@@ -14,7 +14,7 @@ from lm_eval_duel.arguments import MISSING, Argument, choice, declared
 from lm_eval_duel.console.command_line import FLAGS, Flag, Parser
 from lm_eval_duel.demo import FOLDER, NAMES, resolve
 from lm_eval_duel.denoisers import refused
-from lm_eval_duel.errors import require_known, usage
+from lm_eval_duel.errors import nearest, require_known, unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets, users
@@ -310,7 +310,11 @@ def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows
         for row in table:
             for word in row[0].split():  # a name, and its aliases in brackets
                 by_name[word.strip("()")] = row
-    require_known(what.removesuffix("s"), names, by_name)
+    for name in names:
+        if name not in by_name:
+            known = {word.strip("()") for row in tables[0] for word in row[0].split()}
+            known |= {*nearest(name, by_name)}  # of a rule's parameters only those that may be meant
+            raise unknown(what.removesuffix("s"), name, known)
 
     chosen = {by_name[name] for name in names}
     first, *others = tables

@@ -43,6 +43,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 POINTER = b"version https://git-lfs"
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers of a .ckpt's network: not parameters, so its EMA lacks them
+TEXTS = (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".gz")
 SHOWN = 10  # names shown for each kind of fault
 LONGEST_REASON = 800  # characters
 QUIET = {"_raise_exceptions_for_missing_entries": False}
@@ -61,6 +62,8 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
             config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
         except TypeError:  # transformers 4, if it is a list
             config = None
+        if not isinstance(config, dict) and os.path.isfile(path):
+            raise DuelError(f"{path} {_what_a_file_is(path)}")
         if not isinstance(config, dict):
             raise DuelError(f"The config.json of {path} is not a JSON object.")
     return config
@@ -287,10 +290,17 @@ def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Ite
         raise DuelError(f"{subject} {reason} {advice}".rstrip()) from error
 
 
+def _what_a_file_is(path: str) -> str:
+    """The sentences after the path of a file where a model is wanted."""
+    if path.endswith(TEXTS):
+        return "is a file of text, not a model: pass a folder or a hub name. In run and audit, texts go to --tasks."
+    return f"is a file, not a folder. Pass its folder, {os.path.dirname(path) or '.'}."
+
+
 def _why_not_found(path: str, error: Exception) -> str:
     """The sentences after a path or hub name of which nothing can be read."""
     if os.path.isfile(path):
-        return f"is a file, not a folder. Pass its folder, {os.path.dirname(path) or '.'}."
+        return _what_a_file_is(path)
 
     near = nearest(path, demo.NAMES)
     suggestion = f" Did you mean the bundled {near[0]}?" if near else ""

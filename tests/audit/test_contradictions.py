@@ -86,6 +86,21 @@ def test_draws_that_prefer_few_masks_are_found(block, monkeypatch):
     assert "share of masked positions of the draws" in " ".join(comparison.problems)
 
 
+@pytest.mark.parametrize("form", ["count", "ratio"])
+def test_a_draw_that_is_a_little_out_of_place_is_found(form, monkeypatch):
+    """By a hundredth or less: sums of draws, held to the variance of independent ones, do not show it."""
+    estimator = Elbo(Toy(), ElboArguments(128, form, 4))
+    texts = windows(8)
+    assert not contradictions(estimator, checked(texts, estimator.log_prob(texts))).problems
+
+    strata = Elbo.strata
+    monkeypatch.setattr(Elbo, "strata", lambda self, *lanes: strata(self, *lanes) ** 1.03)
+    problems = contradictions(estimator, checked(texts, estimator.log_prob(texts))).problems
+    assert problems
+    for problem in problems:
+        assert "not evenly spread" in problem
+
+
 def test_draws_that_prefer_places_are_found(monkeypatch):
     def positions_in_order(*keys):
         return keys[-1] + 0 * keys[0]
