@@ -19,11 +19,25 @@ from lm_eval_duel.results.table import Note
 
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
 FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
+STOCK = ("hf", "hf-auto", "huggingface")
+EQUAL = "equal in every document"
+WITHOUT_BOS = (
+    "its texts have a BOS only if the tokenizer adds one, and those of our results do; add_bos_token=True adds it to "
+    "--model hf, and bos=none leaves it out of ours"
+)
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 
 RowPair: TypeAlias = tuple[Row, Row]
 Scores: TypeAlias = dict[str, dict[str, float]]  # of the documents of a run, by average
 Draws: TypeAlias = dict[str, np.ndarray]  # of a run, by average
+
+
+def about_bos(run: Run, others: Iterable[Run]) -> str:
+    """A remark on a result of `--model hf` whose texts may lack the BOS that those of others have; empty for others."""
+    if run.config.ours or run.config.model not in STOCK or "add_bos_token" in run.config.model_args:
+        return ""
+    with_bos = any(other.config.ours and match.bos_of(other) != "none" for other in others)
+    return WITHOUT_BOS if with_bos else ""
 
 
 def remark(run: Run, name: str, metric: str) -> str:
@@ -253,7 +267,7 @@ def _verdict(
     low, high = interval
     distinct = len({key.rpartition(":")[0] for key in keys})  # copies of a document say nothing about others
     if low == high == 0:
-        return stats.EQUAL_VALUES
+        return EQUAL
     if distinct < stats.FEW:
         return f"no verdict from {counted(distinct, 'distinct document')}"
     if low <= 0 <= high:

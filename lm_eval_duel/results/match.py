@@ -13,6 +13,7 @@ from lm_eval_duel.results.table import number
 TWIN = "score it with lm-eval-duel run --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 TWIN_IN_SCORE = "name one to lm-eval-duel score: --compare pretrained=...,estimator=ar"
 UNKNOWN_TOKENIZER = "tokenizer (unknown)"
+WINDOWS = "windows"
 NAMED = 2  # runs of a difference that are named
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
 SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
@@ -40,6 +41,8 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
             if as_published or difference.is_allowed(metric):
                 listed.setdefault(difference, []).append(other)
             else:
+                if difference.field == WINDOWS:  # its remedy is for two runs; this one does for all
+                    difference = difference._replace(remedy=_same_windows_remedy(compared) or difference.remedy)
                 raise _refusal(name, metric, difference, first, other)
     return [difference.between(first, *others) for difference, others in listed.items()]
 
@@ -124,7 +127,7 @@ class Difference(NamedTuple):
 
     def is_allowed(self, metric: str) -> bool:
         """True if values of this metric may be compared in spite of it."""
-        return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == "windows")
+        return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == WINDOWS)
 
     def between(self, first: Run, *others: Run) -> str:
         """A line on the first run and the others, which share the second value. Of many, some are named."""
@@ -211,14 +214,19 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
         result.append(Difference("scored positions", positions(first), positions(second), remedy))
     if first.tasks[name].rolling:
         if not _same_windows(first, second, name, bool(tokens)):
-            remedy = f"{twin}{SAME_WINDOWS}"
-            sizes = (first.capacity, second.capacity, first.max_length, second.max_length)
-            if first.config.ours and second.config.ours and None not in sizes:
-                remedy = f"score them again, and {equal_windows([first, second])}"
-            result.append(Difference("windows", windows_of(first), windows_of(second), remedy))
+            remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
+            result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy))
     elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
         result.append(Difference("contexts", _cut_contexts(first), _cut_contexts(second), "raise max_length"))
     return result
+
+
+def _same_windows_remedy(runs: Sequence[Run]) -> str:
+    """The remedy for other windows if all runs are ours and their sizes are known; else empty."""
+    for run in runs:
+        if not run.config.ours or run.capacity is None or run.max_length is None:
+            return ""
+    return f"score them again, and {equal_windows(runs)}"
 
 
 def _cut_contexts(run: Run) -> str:
@@ -287,10 +295,15 @@ def positions(run: Run) -> str:
     """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
     if not run.config.ours:
         return "the text"
+    bos = bos_of(run)
+    return "the text" if bos in ("given", "none") else f"bos={bos}"
+
+
+def bos_of(run: Run) -> str:
+    """The model arg `bos` of a run of ours."""
     _, _, in_spec = run.spec.get("special_tokens", "").rpartition("bos=")
     written = run.config.duel.get("bos") or in_spec or "given"
-    bos = str(written).split(",")[0]
-    return "the text" if bos in ("given", "none") else f"bos={bos}"
+    return str(written).split(",")[0]
 
 
 def windows_of(run: Run) -> str:
@@ -305,17 +318,26 @@ def size_of_windows(run: Run) -> str:
 
 
 def equal_windows(runs: Sequence[Run]) -> str:
-    """The model args with which all runs of ours cut documents alike."""
+    """The model args with which all runs of ours cut documents alike.
+
+    Runs are named by their files, or by their models if there are fewer of these and each needs one length.
+    """
     if len({run.windows for run in runs}) > 1:
         return "pass the same windows=... to all models"
     smallest = min(run.capacity for run in runs)
-    lengths: dict[int, list[str]] = {}  # row lengths, with the runs that need each
+    runs_of_length: dict[int, list[Run]] = {}
+    lengths_of_model: dict[str, set[int]] = {}
     for run in runs:
         length = run.max_length - (run.capacity - smallest)  # they differ by special tokens
-        lengths.setdefault(length, []).append(run.name)
-    if len(lengths) == 1:
-        return f"pass max_length={min(lengths)} to all models"
-    arguments = [f"max_length={length} to {', '.join(names)}" for length, names in lengths.items()]
+        runs_of_length.setdefault(length, []).append(run)
+        lengths_of_model.setdefault(run.label, set()).add(length)
+    if len(runs_of_length) == 1:
+        return f"pass max_length={min(runs_of_length)} to all models"
+    by_model = len(lengths_of_model) < len(runs) and all(len(needed) == 1 for needed in lengths_of_model.values())
+    arguments = []
+    for length, needing in runs_of_length.items():
+        names = dict.fromkeys(run.label if by_model else run.name for run in needing)
+        arguments.append(f"max_length={length} to {', '.join(names)}")
     return f"pass {' and '.join(arguments)}"
 
 

@@ -214,7 +214,7 @@ def _average_column(name: str, metric: str, runs: Sequence[Run]) -> Column:
         run = row.method.scored.get(name)
         if run is None:
             return ""
-        text, remark = split(run_tables.average_with_doubts(run, name, metric))
+        text, remark = split(run_tables.average_with_doubts(run, name, metric, runs))
         if is_shared or not text:
             return text, remark
         return text, Note.joined([Note(_size(run, name)), remark])

@@ -68,7 +68,7 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
     metrics = metrics_of(name, [row.run for row in rows])
     shown: Columns = {}
     for metric in metrics:
-        shown[metric] = lambda run, metric=metric: average_with_doubts(run, name, metric)
+        shown[metric] = lambda run, metric=metric: average_with_doubts(run, name, metric, runs)
     shown["documents"] = lambda run: documents_scored(run.every_task[name].size, run.every_task[name].available)
     for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
@@ -134,12 +134,13 @@ def average(run: Run, name: str, metric: str) -> Cell:
     return (text, remark) if remark else text
 
 
-def average_with_doubts(run: Run, name: str, metric: str) -> Cell:
-    """The same, with what puts the run in doubt."""
+def average_with_doubts(run: Run, name: str, metric: str, shown: Sequence[Run]) -> Cell:
+    """The same, with what puts the run in doubt, or sets it apart from those that are `shown` beside it."""
     text, remark = split(average(run, name, metric))
     if not text:
         return ""
-    return text, Note.joined([remark, *map(Note, run.doubts)])
+    about_bos = Note(averages.about_bos(run, shown))
+    return text, Note.joined([remark, about_bos, *map(Note, run.doubts)])
 
 
 def cost(costs: Sequence[RunCost]) -> Table:

@@ -11,7 +11,7 @@ import pytest
 from results import GONE, ours, per_token, put, report
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import averages, stats
 from lm_eval_duel.results.standings import KINDS, KINDS_OF_AVERAGES
 from lm_eval_duel.results.table import MINUS
 
@@ -57,7 +57,7 @@ def test_the_difference_is_paired(tmp_path):
 @pytest.mark.parametrize(
     ("other", "metric", "verdict"),
     [
-        (BETTER, "acc", stats.EQUAL_VALUES),
+        (BETTER, "acc", averages.EQUAL),
         ([0.0] * 2 + [1.0] * 13 + [0.0] * 5, "acc", stats.UNCLEAR),
         (WORSE[::-1], "acc", "greedy is better"),
     ],

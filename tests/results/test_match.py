@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -104,6 +105,12 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
         ours(tmp_path / "results", docs=DOCS, rule=f"greedy:k={length}", spec=spec, duel={"row_capacity": length - 1})
     with pytest.raises(DuelError, match="max_length=10 to all models"):
         run(tmp_path)
+
+    shorter_rows = {"spec": {"max_length": "20"}, "duel": {"row_capacity": 20}}  # without special tokens
+    shutil.copytree(tmp_path / "results", tmp_path / "three" / "results")
+    ours(tmp_path / "three" / "results", docs=DOCS, rule="margin", **shorter_rows)
+    with pytest.raises(DuelError, match=r"max_length=10 to \S+, \S+ and max_length=9 to"):
+        run(tmp_path / "three")
 
     report = board(tmp_path / "results")
     [difference] = report.tasks["sotu"].differences

@@ -12,6 +12,7 @@ from results import documents, edit, hf, ours, per_token, put
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.results import averages, columns, costs, files, page, read, report, rerun, run_tables
 from lm_eval_duel.results.report import collect
+from lm_eval_duel.results.table import split
 
 TOKENS = (20, 40, 30)
 
@@ -157,6 +158,23 @@ def test_an_accuracy(tmp_path, estimator, metric, output, error, text, remark):
 
     assert cell == (text if remark is None else (text, remark))
     assert run_tables.average(run, "choice", "other") == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "bos", "said"),
+    [({}, "given", True), ({"add_bos_token": "True"}, "given", False), ({}, "none", False)],
+)
+def test_texts_of_hf_may_lack_the_bos_of_ours(tmp_path, args, bos, said):
+    hf_file = hf(tmp_path, docs=docs(), args=args)
+    our_file = ours(tmp_path, docs=docs(), spec={"special_tokens": f"[1] text [], bos={bos}"})
+    for file in (hf_file, our_file):
+        put(file, ["results", "choice"], {"acc,none": 0.5, "acc_stderr,none": 0.125})
+        put(file, ["configs", "choice"], {"output_type": "multiple_choice"})
+    runs = read.runs([tmp_path])
+
+    for run in runs:
+        _, remark = split(run_tables.average_with_doubts(run, "choice", "acc", runs))
+        assert (averages.WITHOUT_BOS in str(remark)) == (said and not run.config.ours)
 
 
 def test_the_costs_of_a_run(tmp_path):
