@@ -63,7 +63,7 @@ def mean(values: Sequence[float], sizes: Sequence[int] | None = None) -> Mean:
     if len(values) < 2:
         return Mean(value)
     log_probs = np.array([[[-value, size]] for value, size in zip(values, sizes, strict=True)])  # (N, 1, 2)
-    low, high = stats.percentile_interval(stats.bootstrap_rates(log_probs)[0])
+    low, high = stats.percentile_interval(stats.bootstrap_rates(log_probs)[0], len(values))
     return Mean(value, (low + 0.0, high + 0.0))  # no -0
 
 

@@ -114,7 +114,7 @@ def test_gap_closed_is_a_ratio_in_every_draw():
     random = np.random.default_rng(1)
     ar = 3.0 + 0.1 * random.standard_normal(500)
     elbo = ar + random.uniform(0.1, 2.0, 500)
-    (low, high), remark = gap_interval(elbo, elbo - 0.4 * (elbo - ar), ar)
+    (low, high), remark = gap_interval(elbo, elbo - 0.4 * (elbo - ar), ar, 500)
     assert low == pytest.approx(40.0)
     assert high == pytest.approx(40.0)
     assert not remark

@@ -200,11 +200,12 @@ def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], dra
     reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
     if reason:
         return dataclasses.replace(pair, difference=difference, reason=reason)
-    low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric])
+    distinct = _distinct(scores_of_first)
+    low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric], distinct)
     verdict = "no verdict"
     doubt = _doubt(name, metric, runs)
     if not doubt:
-        verdict = _verdict(name, metric, runs, pair.names, (low, high), list(scores_of_first))
+        verdict = _verdict(name, metric, runs, pair.names, (low, high), distinct)
     return dataclasses.replace(
         pair, difference=difference, interval=(low, high), verdict=verdict, verdict_reason=Note(doubt)
     )
@@ -255,17 +256,21 @@ def _doubt(name: str, metric: str, runs: Iterable[Run]) -> str:
     return ""
 
 
+def _distinct(keys: Iterable[str]) -> int:
+    """The number of different documents among keys, which number the copies of one."""
+    return len({key.rpartition(":")[0] for key in keys})
+
+
 def _verdict(
     name: str,
     metric: str,
     runs: tuple[Run, Run],
     names: tuple[str, str],
     interval: tuple[float, float],
-    keys: Sequence[str],
+    distinct: int,
 ) -> str:
-    """The better of two runs in an average, or why nobody can say. `keys`: of documents, as samples have them."""
+    """The better of two runs in an average, or why nobody can say. `distinct`: the number of different documents."""
     low, high = interval
-    distinct = len({key.rpartition(":")[0] for key in keys})  # copies of a document say nothing about others
     if low == high == 0:
         return EQUAL
     if distinct < stats.FEW:

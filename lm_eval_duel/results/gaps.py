@@ -65,7 +65,7 @@ def interval(row: Row, draws: Draws) -> Interval | None:
     if row not in draws:
         return None
     [of_row] = values([row], draws)
-    return stats.percentile_interval(of_row)
+    return stats.percentile_interval(of_row, row.distinct)
 
 
 def about_interval(row: Row, draws: Draws) -> Note:
@@ -78,7 +78,7 @@ def gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
     if ar is None or row is ar or row not in draws or ar not in draws:
         return None
     of_row, of_baseline = values([row, ar], draws)
-    return stats.percentile_interval(of_row - of_baseline)
+    return stats.percentile_interval(of_row - of_baseline, row.distinct)
 
 
 def no_interval(row: Row) -> Note:
@@ -344,7 +344,7 @@ def _gap_closed_interval(elbo: Row, row: Row, ar: Row, draws: Draws) -> tuple[In
     for each in compared:
         if each not in draws:
             return None, no_interval(each)
-    low_and_high, remark = stats.gap_interval(*values(compared, draws))
+    low_and_high, remark = stats.gap_interval(*values(compared, draws), row.distinct)
     return low_and_high, Note(remark)
 
 

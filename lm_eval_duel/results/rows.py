@@ -231,6 +231,11 @@ class Row:
         return digests
 
     @property
+    def distinct(self) -> int:
+        """The number of different documents."""
+        return len(set(self.texts))
+
+    @property
     def no_interval(self) -> Note:
         """The reason that a row without bootstrap draws has no interval."""
         if self.missing:

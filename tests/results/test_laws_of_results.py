@@ -89,8 +89,48 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
 
     low, high = row["gap_closed_interval"]
     assert low < row["gap_closed"] < high
-    unpaired, _ = stats.gap_interval(unpaired_draws(elbo, 1), unpaired_draws(duel, 2), unpaired_draws(ar, 0))
+    unpaired, _ = stats.gap_interval(unpaired_draws(elbo, 1), unpaired_draws(duel, 2), unpaired_draws(ar, 0), 400)
     assert unpaired is None or high - low < 0.3 * (unpaired[1] - unpaired[0])
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(9, 2.262), (11, 2.201), (35, 2.030), (10**9, 1.960)])
+def test_the_quantile_of_students_t(freedom, quantile):
+    assert stats.student_quantile(freedom) == pytest.approx(quantile, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [12, 36])
+def test_of_twenty_pairs_that_do_not_differ_one_is_called_different(size):
+    """Among 4,000, the standard error is 0.34 %. With percentiles at 2.5 and 97.5 it would be 9 and 7 %."""
+    pairs = 4000
+    differences = np.random.default_rng(size).standard_normal((size, pairs))
+    keys = list(map(str, range(size)))
+    equal = stats.Side("b", stats.Value(-1.0), "", np.ones(stats.DRAWS))
+    called = 0
+    for begin in range(0, pairs, 500):
+        some = differences[:, begin : begin + 500]
+        for draws in stats.resample(some).T / size:
+            side = stats.Side("a", stats.Value(-1.0 - draws.mean()), "", 1.0 + draws)
+            called += bool(stats.difference(side, equal, "token", keys).better)
+    assert called / pairs == pytest.approx(0.05, abs=0.012)
+
+
+def test_copies_do_not_narrow_an_interval():
+    """Neither of a value, nor of a gap, a pair or a gap closed: as many documents count as are different."""
+    texts = [f"{n % 12}:{n // 12}" for n in range(24)]
+    draws = np.random.default_rng(0).standard_normal((3, 10_000)) * 1e-3
+    row, elbo, ar = (replace(entry("greedy:k=1", value), documents=dict.fromkeys(texts)) for value in (20, 24, 16))
+    of_rows = dict(zip((row, elbo, ar), draws + np.log([[20.0], [24.0], [16.0]]), strict=True))
+    values, values_of_elbo, values_of_ar = (np.exp(of_rows[each]) for each in (row, elbo, ar))
+    closed = 100 * (values_of_elbo - values) / (values_of_elbo - values_of_ar)
+
+    for interval, drawn in (
+        (gaps.interval(row, of_rows), values),
+        (gaps.gap_interval(row, ar, of_rows), values - values_of_ar),
+        (gaps.pair(row, ar, of_rows).interval, of_rows[row] - of_rows[ar]),
+        (gaps.close_gap(row, elbo, ar, of_rows, "").interval, closed),
+    ):
+        assert interval == pytest.approx(stats.percentile_interval(drawn, 12))
+        assert interval != pytest.approx(stats.percentile_interval(drawn, 24))
 
 
 def test_draws_that_are_made_together_are_those_of_a_loop():
@@ -108,12 +148,12 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     elbo = 20 + np.abs(generator.normal(1, 0.1, 1000))
     elbo[:10] = 19.0
 
-    interval, remark = stats.gap_interval(elbo, ar + 0.3, ar)
+    interval, remark = stats.gap_interval(elbo, ar + 0.3, ar, 400)
     assert interval is not None
     assert remark == "10 of 1,000 draws without a positive ELBO gap are left out"
 
     elbo[:30] = 20.0
-    interval, remark = stats.gap_interval(elbo, ar + 0.3, ar)
+    interval, remark = stats.gap_interval(elbo, ar + 0.3, ar, 400)
     assert interval is None
     assert remark == "no interval: 30 of 1,000 draws have no positive ELBO gap"
 

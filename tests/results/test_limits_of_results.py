@@ -5,6 +5,7 @@ Each line has the last case on one side and the first on the other.
 
 import json
 import math
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,12 +141,15 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(mo
     assert closed.percent == (pytest.approx(100 * distance / 20) if clear else None)
 
 
-@pytest.mark.parametrize(("without", "has_interval"), [(0, True), (1, True), (25, True), (26, False)])
-def test_at_most_a_fortieth_of_the_draws_may_have_no_gap(without, has_interval):
+@pytest.mark.parametrize(
+    ("without", "documents", "has_interval"),
+    [(0, 3, True), (1, 3, False), (10, 12, True), (11, 12, False), (24, 1000, True), (25, 1000, False)],
+)
+def test_as_many_draws_may_have_no_gap_as_an_interval_leaves_out_at_one_end(without, documents, has_interval):
     elbo = np.full(1000, 3.0)
     elbo[:without] = 1.0  # a gap of 0 is not positive
 
-    interval, remark = stats.gap_interval(elbo, np.full(1000, 2.5), np.full(1000, 1.0))
+    interval, remark = stats.gap_interval(elbo, np.full(1000, 2.5), np.full(1000, 1.0), documents)
 
     if has_interval:
         assert interval == pytest.approx([25.0, 25.0])
@@ -158,9 +162,12 @@ def test_at_most_a_fortieth_of_the_draws_may_have_no_gap(without, has_interval):
 
 
 def test_the_ends_of_an_interval_are_its_percentiles():
-    """Of 0 to 1,000: 2.5 % lie below 25, and 2.5 % above 975. What is not finite is left out."""
+    """Of 0 to 1,000: of many documents, 2.5 % lie below 25, and 2.5 % above 975. What is not finite is left out."""
     values = np.concatenate([np.arange(1001.0), [math.nan, math.inf]])
-    assert stats.percentile_interval(values) == pytest.approx([25.0, 975.0])
+    assert stats.percentile_interval(values, 10**9) == pytest.approx([25.0, 975.0])
+    of_twelve = 1000 * NormalDist().cdf(-2.201 * math.sqrt(12 / 11))
+    assert stats.percentile_interval(values, 12) == pytest.approx([of_twelve, 1000 - of_twelve], abs=0.1)
+    assert stats.percentile_interval(values, 1) == pytest.approx([0.0, 1000.0])
 
 
 def side(name, rate, spread):
@@ -180,8 +187,8 @@ def side(name, rate, spread):
         (1 + 0.99e-6, 0.0, 2, "equal"),  # copies of one text, too
         (1 + 1.01e-6, 0.0, 10, "b is better"),
         (1 - 1.01e-6, 0.0, 10, "a is better"),
-        (1.94, 0.99, 10, "not distinguishable"),  # 0.95 of the spread is the 95 % interval
-        (1.95, 0.99, 10, "b is better"),
+        (1.97, 0.99, 10, "not distinguishable"),  # 0.983 of the spread is the 95 % interval
+        (1.98, 0.99, 10, "b is better"),
     ],
 )
 def test_verdicts(rate, spread, texts, verdict):
@@ -194,9 +201,10 @@ def test_verdicts(rate, spread, texts, verdict):
     assert compared.documents == texts + 1
     assert compared.unit == "token"
     assert compared.difference == pytest.approx(rate - 1, abs=1e-12)
+    shown = {1: 1.0, 2: 1.0, 9: 0.9855, 10: 0.9829}[texts]  # the share of the draws inside the interval
     low, high = compared.interval
-    assert low == pytest.approx(rate - 1 - 0.95 * spread)
-    assert high == pytest.approx(rate - 1 + 0.95 * spread)
+    assert low == pytest.approx(rate - 1 - shown * spread, abs=1e-4)
+    assert high == pytest.approx(rate - 1 + shown * spread, abs=1e-4)
 
 
 @pytest.mark.parametrize(("above", "refused"), [(0.0, False), (9e-6, False), (1.1e-5, True)])

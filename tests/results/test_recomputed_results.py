@@ -123,7 +123,7 @@ def in_unit(metric, difference):
 def extremes(metric, task, function, *methods):
     """The least and greatest value of a function of rates, over all resamples of two or three documents.
 
-    Each resample has a probability above 2.5 %, so these are the ends of the 95 % interval.
+    The 95 % interval of so few documents holds all draws, and each resample is drawn many times, so these are its ends.
     """
     values = []
     numbers = range(len(TOKENS[task]))
