@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, HEIGHT, SHOWN, COLOURS = 1400, 2170, 940, 256
+WIDTH, HEIGHT, SHOWN, COLOURS = 1400, 2560, 940, 256
 
 
 def main() -> None:

@@ -91,8 +91,8 @@ def tail(documents: int) -> float:
     expanded percentile interval (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", The American
     Statistician 69(4), on narrowness bias).
     """
-    if documents < 2:  # copies of one document: no spread is known, so the interval holds every draw
-        return 0.0
+    if documents < 2:  # the draws of copies of one document vary by their Monte Carlo error alone, which is normal
+        return TAIL
     return NormalDist().cdf(-math.sqrt(documents / (documents - 1)) * student_quantile(documents - 1))
 
 
@@ -210,7 +210,7 @@ def _variance(draws: np.ndarray) -> float:
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
-FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 90 % of cases, from 3 in 75 %
+FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 95 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
 
 

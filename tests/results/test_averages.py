@@ -18,15 +18,15 @@ from lm_eval_duel.results.table import MINUS
 TASK = "choice"
 
 
-def result(folder, scores, rule="greedy:k=1", metric="acc", **more):
-    """A results file with an average over documents, and its samples."""
+def result(folder, scores, rule="greedy:k=1", metric="acc", copies=1, **more):
+    """A results file with an average over documents, of which as many in a row are `copies`, and its samples."""
     file = ours(folder, {TASK: {"token_perplexity": 9.0}}, rule=rule, size=len(scores), **more)
     put(file, f"results.{TASK}", {f"{metric},none": statistics.mean(scores), f"{metric}_stderr,none": 0.125})
     put(file, f"configs.{TASK}.output_type", "multiple_choice")
     put(file, "higher_is_better", {TASK: {metric: True}})
     lines = []
     for n, score in enumerate(scores):
-        lines.append(json.dumps({"doc_id": n, "doc_hash": f"text {n}", "filter": "none", metric: score}))
+        lines.append(json.dumps({"doc_id": n, "doc_hash": f"text {n // copies}", "filter": "none", metric: score}))
     samples = file.with_name(file.name.replace("results_", f"samples_{TASK}_")).with_suffix(".jsonl")
     samples.write_text("\n".join(lines))
     return file
@@ -52,6 +52,18 @@ def test_the_difference_is_paired(tmp_path):
     low, high = pair["interval"]
     assert low == pytest.approx(0.5 - 1.96 * error, abs=0.03)
     assert high == pytest.approx(0.5 + 1.96 * error, abs=0.03)
+
+
+def test_copies_do_not_narrow_the_interval_of_a_difference(tmp_path):
+    """Of 20 documents, 10 of them copies, it is that of 10, with percentiles further out."""
+    widths = []
+    for copies in (1, 2):
+        folder = tmp_path / str(copies)
+        result(folder / "results", [n / 20 for n in range(20)], copies=copies)
+        result(folder / "results", [0.0] * 20, "margin", copies=copies)
+        low, high = pairs(folder)[0]["interval"]
+        widths.append(high - low)
+    assert widths[1] / widths[0] == pytest.approx(2.38 / 2.15, abs=0.04)  # normal quantiles of the two shares
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ def test_equal_texts_share_their_draws():
     assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens, rel=0.05)
     assert copies.stderrs == (None, pytest.approx(math.exp(2.9) * error / tokens))
     low, high = different.interval
-    assert (high - low) / (2 * 1.96) == pytest.approx(error / tokens / math.sqrt(12), rel=0.05)
+    of_twelve = 2.201 * math.sqrt(12 / 11)  # times the error, from Student's t
+    assert (high - low) / (2 * of_twelve) == pytest.approx(error / tokens / math.sqrt(12), rel=0.05)
 
 
 def test_other_texts_and_what_is_no_score_of_one_model_are_refused():

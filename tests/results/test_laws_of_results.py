@@ -100,7 +100,7 @@ def test_the_quantile_of_students_t(freedom, quantile):
 
 @pytest.mark.parametrize("size", [12, 36])
 def test_of_twenty_pairs_that_do_not_differ_one_is_called_different(size):
-    """Among 4,000, the standard error is 0.34 %. With percentiles at 2.5 and 97.5 it would be 9 and 7 %."""
+    """Among 4,000, the standard error is 0.34 %. With percentiles at 2.5 and 97.5 it would be 8 and 6 %."""
     pairs = 4000
     differences = np.random.default_rng(size).standard_normal((size, pairs))
     keys = list(map(str, range(size)))
