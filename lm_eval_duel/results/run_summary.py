@@ -8,6 +8,7 @@ from typing import Any
 
 from lm_eval_duel.console.command_line import infinities
 from lm_eval_duel.core.scores import METRICS
+from lm_eval_duel.errors import counted
 from lm_eval_duel.results import read, rows, run_tables
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
@@ -34,7 +35,7 @@ def summary(content: Mapping[str, Any]) -> str:
     parts = []
     if every_row:
         parts.append(run_tables.summary(every_row).markdown())
-    remarks = [*_infinities(content), *_remarks(run), *_generated(run), *run.doubts]
+    remarks = [*_infinities(content), *_remarks(run), *_generated(run), *run.doubts, *_verified(run)]
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))
@@ -74,6 +75,21 @@ def _generated(run: Run) -> Iterator[str]:
                 changes.append(setting)
         if changes:
             yield f"texts were sampled with {', '.join(changes)}: from another distribution than the one that is scored"
+
+
+def _verified(run: Run) -> Iterator[str]:
+    """A sentence on the windows that `verify` scored again; a difference is among the doubts of the run."""
+    verified = run.config.duel.get("verify") or {}
+    if not verified or verified.get("differing_windows"):
+        return
+    windows = verified.get("windows", 0)
+    agree = windows - verified.get("not_checked_independently", 0)
+    if not agree:
+        yield f"verify checked nothing: the reference has no value for any of {counted(windows, 'window')}"
+    elif agree < windows:
+        yield f"verify: {agree} of {counted(windows, 'window')} agree with the reference, which has none for the others"
+    else:
+        yield f"verify: {counted(windows, 'window')} agree with the reference"
 
 
 def _documents(run: Run) -> Iterator[str]:

@@ -512,3 +512,22 @@ def test_texts_from_another_distribution_are_named_below_the_table(tmp_path, des
 
     assert ("another distribution" in text) is bool(changes)
     assert changes in text
+
+
+@pytest.mark.parametrize(
+    ("alone", "differing", "line"),
+    [
+        (0, 0, "verify: 3 windows agree with the reference"),
+        (1, 0, "verify: 2 of 3 windows agree with the reference, which has none for the others"),
+        (3, 0, "verify checked nothing: the reference has no value for any of 3 windows"),
+        (0, 1, ""),  # among the doubts
+    ],
+)
+def test_a_run_says_what_verify_found(tmp_path, alone, differing, line):
+    verified = {"windows": 3, "not_checked_independently": alone, "differing_windows": differing}
+    file = ours(tmp_path, docs=three_documents("sotu"), duel={"verify": verified})
+
+    lines = run_summary.summary(json.loads(file.read_text())).splitlines()
+
+    of_verify = [each for each in lines if each.startswith("verify") and "differ" not in each]
+    assert of_verify == ([line] if line else [])
