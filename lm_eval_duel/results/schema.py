@@ -126,7 +126,7 @@ VALUE: Types = COUNTS | {  # of each of its values; `Value.read` takes them
     "seeds": _numbers,
 }
 VERIFY: Types = {  # entries of config.duel.verify
-    **dict.fromkeys(("windows", "differing_windows", "changed_picks"), count),
+    **dict.fromkeys(("windows", "not_checked_independently", "differing_windows", "changed_picks"), count),
     "where": str,
 }
 DUEL: Types = {  # entries of config.duel
