@@ -23,7 +23,7 @@ import numpy as np
 
 from lm_eval_duel import Duel
 from lm_eval_duel.demo import FOLDER
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import bootstrap
 
 SOTU = FOLDER / "text" / "sotu.jsonl"
 Tokens = tuple[int, ...]
@@ -63,7 +63,9 @@ def mean(values: Sequence[float], sizes: Sequence[int] | None = None) -> Mean:
     if len(values) < 2:
         return Mean(value)
     log_probs = np.array([[[-value, size]] for value, size in zip(values, sizes, strict=True)])  # (N, 1, 2)
-    low, high = stats.percentile_interval(stats.bootstrap_rates(log_probs)[0], len(values))
+    samples = [str(n) for n in range(len(values))]  # equal ones were drawn apart, so each counts
+    [draws] = bootstrap.bootstrap_rates(log_probs, samples)
+    low, high = bootstrap.percentile_interval(draws, len(values))
     return Mean(value, (low + 0.0, high + 0.0))  # no -0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import compare, gaps, match, order, read, rows, stats
+from lm_eval_duel.results import bootstrap, compare, gaps, match, order, read, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, parts_of_average
 from lm_eval_duel.results.table import Note
@@ -170,8 +170,10 @@ def _draws(scores_of_run: Scores) -> Draws:
     """
     draws = {}
     for metric, scores in scores_of_run.items():
-        column = np.array(list(scores.values()))[:, None]  # (documents, 1)
-        draws[metric] = stats.resample(column)[:, 0] / len(scores)  # (draws,)
+        table = np.array([[score, 1.0] for score in scores.values()])  # (documents, 2)
+        once = bootstrap.of_distinct(table, [bootstrap.text_of(key) for key in scores])  # (distinct documents, 2)
+        sums = bootstrap.resample(once)  # (draws, 2)
+        draws[metric] = sums[:, 0] / sums[:, 1]  # (draws,)
     return draws
 
 
@@ -201,7 +203,7 @@ def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], dra
     if reason:
         return dataclasses.replace(pair, difference=difference, reason=reason)
     distinct = _distinct(scores_of_first)
-    low, high = stats.percentile_interval(draws[first][metric] - draws[second][metric], distinct)
+    low, high = bootstrap.percentile_interval(draws[first][metric] - draws[second][metric], distinct)
     verdict = "no verdict"
     doubt = _doubt(name, metric, runs)
     if not doubt:
@@ -258,7 +260,7 @@ def _doubt(name: str, metric: str, runs: Iterable[Run]) -> str:
 
 def _distinct(keys: Iterable[str]) -> int:
     """The number of different documents among keys, which number the copies of one."""
-    return len({key.rpartition(":")[0] for key in keys})
+    return len({bootstrap.text_of(key) for key in keys})
 
 
 def _verdict(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from lm_eval_duel.results import match, rows, stats
+from lm_eval_duel.results import bootstrap, match, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import NO_CACHE
 from lm_eval_duel.results.spec_entries import ESTIMATOR_KEYS, NON_IDENTITY_KEYS
@@ -44,7 +44,8 @@ def draw(shown: Sequence[Row]) -> Draws:
     table = np.empty((len(documents), len(drawable), 2))  # (documents, rows, nats and units)
     for n, row in enumerate(drawable):
         table[:, n] = [row.documents[key] for key in documents]
-    return dict(zip(drawable, stats.bootstrap_rates(table), strict=True))
+    texts = [bootstrap.text_of(key) for key in documents]
+    return dict(zip(drawable, bootstrap.bootstrap_rates(table, texts), strict=True))
 
 
 def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
@@ -55,7 +56,7 @@ def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
         rates.append(draws[row])
         errors.append(row.per_unit.interval_error)
     result = []
-    for row, with_error in zip(compared, stats.with_errors(rates, errors), strict=True):
+    for row, with_error in zip(compared, bootstrap.with_errors(rates, errors), strict=True):
         result.append(stats.value(row.metric, -with_error, 1.0))
     return result
 
@@ -65,7 +66,7 @@ def interval(row: Row, draws: Draws) -> Interval | None:
     if row not in draws:
         return None
     [of_row] = values([row], draws)
-    return stats.percentile_interval(of_row, row.distinct)
+    return bootstrap.percentile_interval(of_row, row.distinct)
 
 
 def about_interval(row: Row, draws: Draws) -> Note:
@@ -78,7 +79,7 @@ def gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
     if ar is None or row is ar or row not in draws or ar not in draws:
         return None
     of_row, of_baseline = values([row, ar], draws)
-    return stats.percentile_interval(of_row - of_baseline, row.distinct)
+    return bootstrap.percentile_interval(of_row - of_baseline, row.distinct)
 
 
 def no_interval(row: Row) -> Note:

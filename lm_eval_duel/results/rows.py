@@ -16,6 +16,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.bootstrap import text_of
 from lm_eval_duel.results.runs import Run, Task, Values, sums
 from lm_eval_duel.results.schema import TASK_COUNTS
 from lm_eval_duel.results.spec_entries import (
@@ -224,11 +225,7 @@ class Row:
     @property
     def texts(self) -> list[str]:
         """A digest of each document, equal for copies of a text, which its key numbers."""
-        digests = []
-        for key in self.documents:
-            digest, _, _ = key.rpartition(":")
-            digests.append(digest)
-        return digests
+        return [text_of(key) for key in self.documents]
 
     @property
     def distinct(self) -> int:

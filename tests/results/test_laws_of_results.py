@@ -10,8 +10,8 @@ from results import documents, hf, ours, per_token, rows
 from results import report as run
 
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import bootstrap, gaps, stats
 from lm_eval_duel.results import compare as side_by_side
-from lm_eval_duel.results import gaps, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import Note, number
 
@@ -85,7 +85,7 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     # That of gap closed is narrower than one of unpaired draws: of other documents for each model.
     def unpaired_draws(nats, seed):
         table = np.stack([nats, tokens], 1).astype(float)
-        return stats.value("token_perplexity", *stats.resample(table, seed=seed).T)
+        return stats.value("token_perplexity", *bootstrap.resample(table, seed=seed).T)
 
     low, high = row["gap_closed_interval"]
     assert low < row["gap_closed"] < high
@@ -95,7 +95,7 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(9, 2.262), (11, 2.201), (35, 2.030), (10**9, 1.960)])
 def test_the_quantile_of_students_t(freedom, quantile):
-    assert stats.student_quantile(freedom) == pytest.approx(quantile, abs=1e-3)
+    assert bootstrap.student_quantile(freedom) == pytest.approx(quantile, abs=1e-3)
 
 
 @pytest.mark.parametrize("size", [12, 36])
@@ -104,11 +104,11 @@ def test_of_twenty_pairs_that_do_not_differ_one_is_called_different(size):
     pairs = 4000
     differences = np.random.default_rng(size).standard_normal((size, pairs))
     keys = list(map(str, range(size)))
-    equal = stats.Side("b", stats.Value(-1.0), "", np.ones(stats.DRAWS))
+    equal = stats.Side("b", stats.Value(-1.0), "", np.ones(bootstrap.DRAWS))
     called = 0
     for begin in range(0, pairs, 500):
         some = differences[:, begin : begin + 500]
-        for draws in stats.resample(some).T / size:
+        for draws in bootstrap.resample(some).T / size:
             side = stats.Side("a", stats.Value(-1.0 - draws.mean()), "", 1.0 + draws)
             called += bool(stats.difference(side, equal, "token", keys).better)
     assert called / pairs == pytest.approx(0.05, abs=0.012)
@@ -129,17 +129,17 @@ def test_copies_do_not_narrow_an_interval():
         (gaps.pair(row, ar, of_rows).interval, of_rows[row] - of_rows[ar]),
         (gaps.close_gap(row, elbo, ar, of_rows, "").interval, closed),
     ):
-        assert interval == pytest.approx(stats.percentile_interval(drawn, 12))
-        assert interval != pytest.approx(stats.percentile_interval(drawn, 24))
+        assert interval == pytest.approx(bootstrap.percentile_interval(drawn, 12))
+        assert interval != pytest.approx(bootstrap.percentile_interval(drawn, 24))
 
 
 def test_draws_that_are_made_together_are_those_of_a_loop():
     """At a number of documents for which not all draws are made at once."""
     columns = np.random.default_rng(3).normal(size=(130, 2))
     random = np.random.default_rng(7)
-    sums = [columns[random.integers(130, size=130)].sum(0) for _ in range(stats.DRAWS)]
-    assert stats.DRAWS * len(columns) > stats.DRAWN_TOGETHER
-    assert stats.resample(columns, seed=7) == pytest.approx(np.array(sums), abs=1e-9)
+    sums = [columns[random.integers(130, size=130)].sum(0) for _ in range(bootstrap.DRAWS)]
+    assert bootstrap.DRAWS * len(columns) > bootstrap.DRAWN_TOGETHER
+    assert bootstrap.resample(columns, seed=7) == pytest.approx(np.array(sums), abs=1e-9)
 
 
 def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
@@ -158,6 +158,21 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     assert remark == "no interval: 30 of 1,000 draws have no positive ELBO gap"
 
 
+def test_copies_of_texts_tell_nothing_new():
+    """A corpus that holds each text twice, and one that holds a text three times, have the draws of each text once."""
+    generator = np.random.default_rng(1)
+    table = generator.uniform(1, 2, (12, 2, 2))  # (documents, models, 2)
+    texts = [f"text {n}" for n in range(12)]
+    once = bootstrap.bootstrap_rates(table, texts)
+    assert bootstrap.bootstrap_rates(np.concatenate([table, table]), [*texts, *texts]) == pytest.approx(once)
+
+    weighted = table.copy()
+    weighted[0] *= 3
+    copies = np.concatenate([table, table[:1], table[:1]])
+    of_weighted = bootstrap.bootstrap_rates(weighted, texts)
+    assert bootstrap.bootstrap_rates(copies, [*texts, "text 0", "text 0"]) == pytest.approx(of_weighted)
+
+
 def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     generator = np.random.default_rng(1)
     hard = generator.normal(3, 1, 500)
@@ -167,7 +182,9 @@ def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
 
     def draws(*nats):
         table = np.stack([np.stack([column, units], 1) for column in nats], 1)  # (documents, models, 2)
-        return stats.with_errors(stats.bootstrap_rates(table), [error / 500, None])
+        return bootstrap.with_errors(
+            bootstrap.bootstrap_rates(table, [str(n) for n in range(500)]), [error / 500, None]
+        )
 
     first, second = draws(hard + noise, hard)
     assert np.std(first) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval

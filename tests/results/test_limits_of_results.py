@@ -14,8 +14,8 @@ import results
 from results import documents, edit_samples, hf, ours, text_score
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import bootstrap, files, gaps, match, page, read, rerun, stats, trace, traced
 from lm_eval_duel.results import compare as comparison
-from lm_eval_duel.results import files, gaps, match, page, read, rerun, stats, trace, traced
 from lm_eval_duel.results.order import _first_kept, _twice
 from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
@@ -164,10 +164,10 @@ def test_as_many_draws_may_have_no_gap_as_an_interval_leaves_out_at_one_end(with
 def test_the_ends_of_an_interval_are_its_percentiles():
     """Of 0 to 1,000: of many documents, 2.5 % lie below 25, and 2.5 % above 975. What is not finite is left out."""
     values = np.concatenate([np.arange(1001.0), [math.nan, math.inf]])
-    assert stats.percentile_interval(values, 10**9) == pytest.approx([25.0, 975.0])
+    assert bootstrap.percentile_interval(values, 10**9) == pytest.approx([25.0, 975.0])
     of_twelve = 1000 * NormalDist().cdf(-2.201 * math.sqrt(12 / 11))
-    assert stats.percentile_interval(values, 12) == pytest.approx([of_twelve, 1000 - of_twelve], abs=0.1)
-    assert stats.percentile_interval(values, 1) == pytest.approx([25.0, 975.0])
+    assert bootstrap.percentile_interval(values, 12) == pytest.approx([of_twelve, 1000 - of_twelve], abs=0.1)
+    assert bootstrap.percentile_interval(values, 1) == pytest.approx([25.0, 975.0])
 
 
 def side(name, rate, spread):

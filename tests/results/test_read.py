@@ -72,7 +72,7 @@ def paths_of_entries(value, path=()):
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_edits(tmp_path, count, monkeypatch):
     """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""
-    monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 20)
+    monkeypatch.setattr("lm_eval_duel.results.bootstrap.DRAWS", 20)
     file = made(tmp_path)
     whole = file.read_text()
     chance = random.Random(0)
