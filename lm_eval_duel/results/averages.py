@@ -40,6 +40,19 @@ def about_bos(run: Run, others: Iterable[Run]) -> str:
     return WITHOUT_BOS if with_bos else ""
 
 
+def about_contexts(run: Run, others: Iterable[Run]) -> str:
+    """A remark on a result if it, or one of others, had contexts cut, and not all alike; empty otherwise."""
+    if len({_cut(each) for each in (run, *others)}) == 1:
+        return ""
+    return match.cut_contexts(run) if run.config.duel.get("cut_contexts") else ""
+
+
+def _cut(run: Run) -> tuple[int, int | None]:
+    """How many contexts a run has cut, and at which length of a row if any."""
+    count = run.config.duel.get("cut_contexts") or 0
+    return count, run.max_length if count else None
+
+
 def remark(run: Run, name: str, metric: str) -> str:
     """A remark on what an average of a task is not, under the run's estimator; empty if it is what its name says."""
     without_filter, _ = parts_of_average(metric)
@@ -206,10 +219,12 @@ def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], dra
     low, high = bootstrap.percentile_interval(draws[first][metric] - draws[second][metric], distinct)
     verdict = "no verdict"
     doubt = _doubt(name, metric, runs)
+    remarks = [doubt, *(about_bos(run, runs) for run in runs)]
     if not doubt:
         verdict = _verdict(name, metric, runs, pair.names, (low, high), distinct)
+    verdict_reason = Note("; ".join(filter(None, remarks)))
     return dataclasses.replace(
-        pair, difference=difference, interval=(low, high), verdict=verdict, verdict_reason=Note(doubt)
+        pair, difference=difference, interval=(low, high), verdict=verdict, verdict_reason=verdict_reason
     )
 
 
@@ -249,10 +264,10 @@ def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
     return Note()
 
 
-def _doubt(name: str, metric: str, runs: Iterable[Run]) -> str:
+def _doubt(name: str, metric: str, runs: Sequence[Run]) -> str:
     """The first reason not to say which of two runs is better in an average, whatever its interval."""
     for run in runs:
-        doubts = [remark(run, name, metric), *run.doubts]
+        doubts = [remark(run, name, metric), about_contexts(run, runs), *run.doubts]
         for doubt in filter(None, doubts):
             return doubt
     return ""

@@ -366,10 +366,14 @@ def pairs_of(group: Sequence[Row], main: Row | None) -> list[tuple[Row, Row]]:
 
 
 def main_row(likelihoods: Sequence[ComparedRow]) -> Row:
-    """The row that stands for a model: the baseline, the row of its headline, or its lowest likelihood or bound."""
+    """The row that stands for a model: the baseline, the row of its headline, or its lowest likelihood or bound.
+
+    Rows without values per document, which have no verdict, stand for a model only if all its rows have none.
+    """
     for each in likelihoods:
         if each.row.ar:
             return each.row
+    likelihoods = [each for each in likelihoods if each.row.documents] or likelihoods
     return (headline(likelihoods) or lowest(likelihoods)).row
 
 

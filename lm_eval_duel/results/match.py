@@ -217,7 +217,7 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
             remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
             result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy))
     elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
-        result.append(Difference("contexts", _cut_contexts(first), _cut_contexts(second), "raise max_length"))
+        result.append(Difference("contexts", cut_contexts(first), cut_contexts(second), "raise max_length"))
     return result
 
 
@@ -229,7 +229,8 @@ def _same_windows_remedy(runs: Sequence[Run]) -> str:
     return f"score them again, and {equal_windows(runs)}"
 
 
-def _cut_contexts(run: Run) -> str:
+def cut_contexts(run: Run) -> str:
+    """The contexts that a run of ours has cut, for messages."""
     return f"{run.config.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}"
 
 

@@ -22,7 +22,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, marked_with_remark, names_of_compared
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
-from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, form_of, number
+from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, number
 from lm_eval_duel.rules import ALIASES, RULES
 from lm_eval_duel.rules.presets import PRESETS
 
@@ -74,6 +74,7 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     figure["estimator"] = entry.name
     figure["display"] = entry.title
     figure["bound"] = entry.kind.is_bound
+    figure["decimals"] = max(_decimals(figure["value"]), _decimals(figure["stderr"]))
     figure["value"] = _number("value", figure["value"])
     _require_possible(figure["metric"], figure["value"])
     figure["stderr"] = _number("stderr", figure["stderr"]) if figure["stderr"] else None
@@ -111,6 +112,12 @@ def _number(column: str, text: str) -> float:
     if not math.isfinite(value):
         raise DuelError(f"the column {column} takes a number; got {text!r}.")
     return value
+
+
+def _decimals(text: str) -> int:
+    """The decimals of a number as it is written."""
+    _, _, decimals = text.partition(".")
+    return sum(character.isdigit() for character in decimals.lower().partition("e")[0])
 
 
 def _estimator(name: str) -> registry.Entry:
@@ -217,7 +224,7 @@ def _names(figure: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _value(figure: Mapping[str, Any]) -> str:
-    return number(figure["value"], form_of(figure["metric"]), figure["stderr"], figure["bound"])
+    return number(figure["value"], f".{figure['decimals']}f", figure["stderr"], figure["bound"])
 
 
 def lines(sources: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -139,8 +139,8 @@ def average_with_doubts(run: Run, name: str, metric: str, shown: Sequence[Run]) 
     text, remark = split(average(run, name, metric))
     if not text:
         return ""
-    about_bos = Note(averages.about_bos(run, shown))
-    return text, Note.joined([remark, about_bos, *map(Note, run.doubts)])
+    apart = [averages.about_bos(run, shown), averages.about_contexts(run, shown)]
+    return text, Note.joined([remark, *map(Note, apart), *map(Note, run.doubts)])
 
 
 def cost(costs: Sequence[RunCost]) -> Table:

@@ -67,6 +67,18 @@ def test_copies_do_not_narrow_the_interval_of_a_difference(tmp_path):
     assert intervals[0] == pytest.approx(intervals[1])
 
 
+@pytest.mark.parametrize("cut_in", [(), ("greedy",), ("greedy", "margin")])
+def test_contexts_that_are_cut_in_one_run_alone_leave_no_verdict(tmp_path, cut_in):
+    for rule, scores in (("greedy", BETTER), ("margin", WORSE)):
+        file = result(tmp_path / "results", scores, rule)
+        put(file, "config.duel.cut_contexts", 7 * (rule in cut_in))
+    made = report(tmp_path)
+    [pair] = made["accuracy_pairs"][TASK]
+    assert (pair["verdict"] == "no verdict") == (len(cut_in) == 1)
+    assert ("7 contexts cut" in pair["verdict_reason"]) == (len(cut_in) == 1)
+    assert ("7 contexts cut" in (tmp_path / "out" / "report.md").read_text()) == (len(cut_in) == 1)
+
+
 @pytest.mark.parametrize(
     ("other", "metric", "verdict"),
     [

@@ -40,7 +40,17 @@ def duel_row(folder):
 # ---------------------------------------------------------------- the row of a headline
 
 
-def candidate(name, rule="margin:k=1", estimator="duel", cached=False, elbo=True, seed=None, value=20.0, bound=False):
+def candidate(
+    name,
+    rule="margin:k=1",
+    estimator="duel",
+    cached=False,
+    elbo=True,
+    seed=None,
+    value=20.0,
+    bound=False,
+    documents=(),
+):
     row = SimpleNamespace(
         name=name,
         rule=rule,
@@ -51,6 +61,7 @@ def candidate(name, rule="margin:k=1", estimator="duel", cached=False, elbo=True
         value=value,
         score=SimpleNamespace(is_bound=bound),
         ar=estimator == "ar",
+        documents=documents,
     )
     return SimpleNamespace(row=row, closed=SimpleNamespace(elbo=object() if elbo else None))
 
@@ -75,6 +86,8 @@ def test_the_row_of_a_headline(pair):
         assert compare.headline(shown).row.name == pair[0].row.name
         assert compare.main_row(shown).name == pair[0].row.name
     assert compare.headline([candidate("mixture", None, "mixture")]) is None
+    with_documents = candidate("documents", "random", value=80.0, documents=("text",))
+    assert compare.main_row([*pair, with_documents]).name == "documents", "the only one with a verdict"
     baseline = candidate("baseline", None, "ar", value=90.0)
     assert compare.main_row([*pair, baseline]).name == "baseline"
     assert compare.main_row([baseline, *pair]).name == "baseline"
@@ -331,7 +344,7 @@ def test_published_figures_are_listed_by_source_and_metric_and_bounds_are_marked
     ]
     for source in sources:
         blocks_and_values = [(row[2], row[-1]) for row in published.table(source).rows]
-        assert blocks_and_values == [("whole target", "≤ 30.00 ± 0.25"), ("4", "20.00"), ("8", "21.00 ± 1.50")]
+        assert blocks_and_values == [("whole target", "≤ 30.00 ± 0.25"), ("4", "20"), ("8", "21.0 ± 1.5")]
 
 
 def test_an_estimator_of_published_figures_has_the_name_of_either_table(tmp_path):
