@@ -48,7 +48,7 @@ def about_contexts(run: Run, others: Iterable[Run]) -> str:
 
 
 def _cut(run: Run) -> tuple[int, int | None]:
-    """How many contexts a run has cut, and at which length of a row if any."""
+    """The number of contexts that a run has cut, and the length of its rows if there are any."""
     count = run.config.duel.get("cut_contexts") or 0
     return count, run.max_length if count else None
 

@@ -89,5 +89,5 @@ def unigram_warning(
         shown += f" ± {stderr:.2f}"
     return (
         f"the token perplexity of {task} is {shown}, and {without_context}: check the mask, shift_logits, the "
-        "temperature, the special tokens and the tokenizer"
+        "temperature, the special tokens and the tokenizer, or whether the model was trained on such texts"
     )

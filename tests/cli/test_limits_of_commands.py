@@ -202,7 +202,7 @@ def test_everything_that_differs_is_a_failure():
     assert network == str(other_network)
     assert others == ["a contradiction", "a problem"]
     compared = "5 windows with the reference, network, weights, draws"
-    assert findings.verdict.startswith(f"FAIL: 5 windows, 15 tokens. Compared: {compared}")
+    assert findings.verdict.startswith(f"FAIL: 5 windows, 15 tokens; 4 differences below. Compared: {compared}")
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 1000])
