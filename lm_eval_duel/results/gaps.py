@@ -354,7 +354,7 @@ def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
     if row.metric == "bits_per_byte":
         return NOT_OF_PERPLEXITY
     if ar is None:
-        return Note(f"no AR baseline of {row.task}", "--ar")
+        return Note("no autoregressive result is the baseline of this table", "--ar")
     if not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
         return Note("no gap closed of an infinite perplexity")
     if not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):

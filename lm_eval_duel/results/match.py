@@ -226,7 +226,7 @@ def _same_windows_remedy(runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.config.ours or run.capacity is None or run.max_length is None:
             return ""
-    return f"score them again, and {equal_windows(runs)}"
+    return f"score them again, {equal_windows(runs)}, and name the new results only"
 
 
 def cut_contexts(run: Run) -> str:

@@ -108,7 +108,7 @@ def collect(options: argparse.Namespace) -> Report:
         baseline.check_single(ar)
     else:
         ar, note = baseline.find(runs)
-        if note:
+        if not options.apart:  # else each table may have its own
             notes.append(note)
     ar = [*ar, *baseline.of_averages(runs, ar)]
     for run in runs:
@@ -132,7 +132,8 @@ def collect(options: argparse.Namespace) -> Report:
     baseline_names = {run.name for run in ar}
     shown, same_averages = order.once(shown, baseline_names)
     baselines = [run for run in shown if run.name in baseline_names]
-    tasks, apart = _compare_tasks(options, shown, baselines)
+    tasks, of_tables, apart = _compare_tasks(options, shown, baselines)
+    baselines = list(dict.fromkeys([*baselines, *of_tables]))
     notes += apart
     notes.append(shown_once({name: task.same for name, task in tasks.items()}, same_averages))
 
@@ -176,8 +177,11 @@ def _scored(runs: Iterable[Run]) -> list[str]:
 
 def _compare_tasks(
     options: argparse.Namespace, shown: Sequence[Run], baselines: Sequence[Run]
-) -> tuple[dict[str, Comparison], list[Note]]:
-    """The comparison of each task that is not the baselines' alone; with --apart several, and notes on why."""
+) -> tuple[dict[str, Comparison], list[Run], list[Note]]:
+    """The comparison of each task that is not the baselines' alone, and notes.
+
+    With --apart a task may have several, each with a baseline of its own; these are returned, too.
+    """
     names: dict[str, None] = {}
     for run in shown:
         if run not in baselines:
@@ -187,6 +191,7 @@ def _compare_tasks(
         raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
 
     tasks: dict[str, Comparison] = {}
+    of_tables: list[Run] = []
     notes = []
     for name in names:
         runs = [run for run in shown if name in run.tasks]
@@ -198,10 +203,15 @@ def _compare_tasks(
                 label = f"{label} ({n})"
             if difference:
                 notes.append(Note(f"{label}: {difference}"))
-            tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
+            of_group: Sequence[Run] = [run for run in members if run in baselines]
+            if options.apart and not of_group:
+                of_group, note = baseline.find(members)
+                of_tables += of_group
+                notes.append(note.after(f"{label}: "))
+            tasks[label] = compare.task(name, members, of_group, metric, options.as_published, options.pairs)
             notes.append(_other_pairs(label, len(tasks[label].pairs), tasks[label].possible_pairs))
             notes += _gaps_without_interval(label, tasks[label])
-    return tasks, notes
+    return tasks, of_tables, notes
 
 
 def _gaps_without_interval(name: str, task: Comparison) -> list[Note]:

@@ -9,8 +9,9 @@ import pytest
 from results import board, documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results.report import _latex
+from lm_eval_duel.results.report import _latex, collect
 from lm_eval_duel.results.spec_entries import entries_for_names
 from lm_eval_duel.results.table import latex_text
 
@@ -121,6 +122,23 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     assert not pair.better
     assert pair.verdict == "no verdict: the windows differ"
     assert tables
+
+
+def test_apart_each_table_has_its_own_baseline(tmp_path):
+    for length in (10, 13):
+        cut = {"spec": {"max_length": str(length)}, "duel": {"row_capacity": length - 1}}
+        for estimator, model in (("duel", "MDLM"), ("ar", "Twin")):
+            ours(tmp_path / "results" / str(length), docs=DOCS, estimator=estimator, model=model, **cut)
+    other = {"spec": {"max_length": "16"}, "duel": {"row_capacity": 15}}
+    ours(tmp_path / "results" / "16", docs=DOCS, **other)
+
+    for ar in ([], ["--ar", str(tmp_path / "results" / "13" / "Twin")]):
+        made = collect(parse([str(tmp_path / "results"), "--apart", "--out", "unused", *ar]))
+        with_baseline = {name: any(each.row.ar for each in task.rows) for name, task in made.tasks.items()}
+        assert sorted(with_baseline.values()) == [False, True, True]
+        assert len(made.baselines) == 2
+        [note] = [str(note) for note in made.notes if "No gaps" in str(note)]
+        assert note.startswith(f"{next(name for name, has in with_baseline.items() if not has)}: ")
 
 
 def test_equal_texts_are_separate_documents(tmp_path):
