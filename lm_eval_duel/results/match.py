@@ -103,12 +103,16 @@ def _refusal(name: str, metric: str, difference: Difference, first: Run, second:
 
 
 class Difference(NamedTuple):
-    """A field in which two runs differ, both values, and the remedy."""
+    """A field in which two runs differ, both values, and the remedy.
+
+    `of_tokens`: it comes of other tokenizers, so values per word or byte may be compared in spite of it.
+    """
 
     field: str
     first: str
     second: str
     remedy: str
+    of_tokens: bool = False
 
     @property
     def is_of_documents(self) -> bool:
@@ -127,7 +131,7 @@ class Difference(NamedTuple):
 
     def is_allowed(self, metric: str) -> bool:
         """True if values of this metric may be compared in spite of it."""
-        return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == WINDOWS)
+        return metric != PER_TOKEN and self.of_tokens
 
     def between(self, first: Run, *others: Run) -> str:
         """A line on the first run and the others, which share the second value. Of many, some are named."""
@@ -208,14 +212,15 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
             remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
         described = _described_tokenizer(first, name)
         other_described = _described_tokenizer(second, name)
-        result.append(Difference(field, described, other_described, remedy))
+        result.append(Difference(field, described, other_described, remedy, of_tokens=True))
     if positions(first) != positions(second):
         remedy = "run with bos=given (or none) on our side"
         result.append(Difference("scored positions", positions(first), positions(second), remedy))
     if first.tasks[name].rolling:
         if not _same_windows(first, second, name, bool(tokens)):
             remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
-            result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy))
+            # Other tokens fill windows with other texts; of the same tokens, windows can be equal.
+            result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy, of_tokens=not tokens))
     elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
         result.append(Difference("contexts", cut_contexts(first), cut_contexts(second), "raise max_length"))
     return result

@@ -104,8 +104,9 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     for length in (10, 13):
         spec = {"max_length": str(length)}
         ours(tmp_path / "results", docs=DOCS, rule=f"greedy:k={length}", spec=spec, duel={"row_capacity": length - 1})
-    with pytest.raises(DuelError, match="max_length=10 to all models"):
-        run(tmp_path)
+    for metric in ("token_perplexity", "word_perplexity", "bits_per_byte"):
+        with pytest.raises(DuelError, match="max_length=10 to all models"):
+            run(tmp_path, "--metric", metric)
 
     shorter_rows = {"spec": {"max_length": "20"}, "duel": {"row_capacity": 20}}  # without special tokens
     shutil.copytree(tmp_path / "results", tmp_path / "three" / "results")
