@@ -108,12 +108,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def told_apart(one: float, other: float) -> tuple[str, str]:
+def told_apart(first: float, second: float) -> tuple[str, str]:
     """Two different numbers with at least four decimals, and so many that two digits of their difference are seen."""
     decimals = 4
-    while abs(one - other) * 10**decimals < 10 and decimals < 12:
+    while abs(first - second) * 10**decimals < 10 and decimals < 12:
         decimals += 1
-    return f"{one:.{decimals}f}", f"{other:.{decimals}f}"
+    return f"{first:.{decimals}f}", f"{second:.{decimals}f}"
 
 
 def too_few_documents(what: str, documents: int, processes: int) -> DuelError:

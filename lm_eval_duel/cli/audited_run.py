@@ -108,10 +108,11 @@ class Audit:
             documents = f", {audited} of {counted(available, 'document')}"
         compared = ", ".join(self._compared()) or "nothing"
         not_compared = ", ".join(self._not_compared()) or "nothing"
-        found = f"; {counted(len(self.failures), 'difference')} below" if self.failures else ""
-        found += f"; {counted(len(self.warnings), 'warning')} above" if self.warnings else ""
+        differences = f"; {counted(len(self.failures), 'difference')} below" if self.failures else ""
+        warnings = f"; {counted(len(self.warnings), 'warning')} above" if self.warnings else ""
         return (
-            f"{word}: {windows}, {tokens}{documents}{found}. Compared: {compared}. Not compared: {not_compared}. "
+            f"{word}: {windows}, {tokens}{documents}{differences}{warnings}. Compared: {compared}. "
+            f"Not compared: {not_compared}. "
             f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
         )
 

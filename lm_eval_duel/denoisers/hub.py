@@ -43,7 +43,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 POINTER = b"version https://git-lfs"
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers of a .ckpt's network: not parameters, so its EMA lacks them
-TEXTS = (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".gz")
+TEXTS = (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".gz")  # endings of files that are no checkpoints
 SHOWN = 10  # names shown for each kind of fault
 LONGEST_REASON = 800  # characters
 QUIET = {"_raise_exceptions_for_missing_entries": False}
@@ -62,9 +62,9 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
             config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
         except TypeError:  # transformers 4, if it is a list
             config = None
-        if not isinstance(config, dict) and os.path.isfile(path):
-            raise DuelError(f"{path} {_what_a_file_is(path)}")
         if not isinstance(config, dict):
+            if os.path.isfile(path):
+                raise DuelError(f"{path} {_what_a_file_is(path)}")
             raise DuelError(f"The config.json of {path} is not a JSON object.")
     return config
 

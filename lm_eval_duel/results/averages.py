@@ -19,7 +19,7 @@ from lm_eval_duel.results.table import Note
 
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
 FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
-STOCK = ("hf", "hf-auto", "huggingface")
+STOCK = ("hf", "hf-auto", "huggingface")  # models of the harness that take add_bos_token
 EQUAL = "equal in every document"
 WITHOUT_BOS = (
     "its texts have a BOS only if the tokenizer adds one, and those of our results do; add_bos_token=True adds it to "

@@ -37,7 +37,7 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
 
 
 def text_of(key: str) -> str:
-    """The text of a document, as its key has it, which numbers the copies of a text: a digest."""
+    """The digest of a document's text: its key without the number of the copy."""
     return key.rpartition(":")[0]
 
 

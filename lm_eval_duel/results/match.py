@@ -339,10 +339,11 @@ def equal_windows(runs: Sequence[Run]) -> str:
         lengths_of_model.setdefault(run.label, set()).add(length)
     if len(runs_of_length) == 1:
         return f"pass max_length={min(runs_of_length)} to all models"
-    by_model = len(lengths_of_model) < len(runs) and all(len(needed) == 1 for needed in lengths_of_model.values())
+    each_needs_one = all(len(lengths) == 1 for lengths in lengths_of_model.values())
+    by_model = each_needs_one and len(lengths_of_model) < len(runs)
     arguments = []
-    for length, needing in runs_of_length.items():
-        names = dict.fromkeys(run.label if by_model else run.name for run in needing)
+    for length, of_length in runs_of_length.items():
+        names = dict.fromkeys(run.label if by_model else run.name for run in of_length)
         arguments.append(f"max_length={length} to {', '.join(names)}")
     return f"pass {' and '.join(arguments)}"
 
