@@ -9,7 +9,7 @@ from pathlib import Path
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import compare, files, page, published, read, trace
+from lm_eval_duel.results import compare, files, match, page, published, read, trace
 from lm_eval_duel.results.report import collect, console, write
 
 SHOWN = 3  # documents of a task on the page
@@ -85,8 +85,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
     """Raise DuelError for an --ar without results; if it is a model's name, the error says which files hold it."""
     if not Path(ar).exists():
-        holding = [run.name for run in read.runs(results) if ar in (run.label, run.pretrained)]
-        if holding:
-            listed = ", ".join(holding)
+        runs = read.runs(results)
+        of_model = [run for run in runs if ar in (run.label, run.pretrained)]
+        autoregressive = [run.name for run in of_model if run.config.autoregressive]
+        if autoregressive:
+            listed = ", ".join(autoregressive)
             raise DuelError(f"--ar {ar} is a model, not a file or folder. Name a file of its results: {listed}.")
+        if of_model:
+            others = dict.fromkeys(run.label for run in runs if run.config.autoregressive)
+            advice = match.TWIN.replace("it", "one", 1)
+            if others:
+                advice = f"RESULTS have those of {', '.join(others)}"
+            raise DuelError(
+                f"--ar {ar} is a model without autoregressive results. --ar takes a file or folder of results of an "
+                f"autoregressive model: {advice}."
+            )
     read.files([ar])

@@ -275,7 +275,12 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     ),
     "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
     "include_path": Flag(EXISTING, None, "a folder of your own task files", shows="DIR"),
-    "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
+    "metric": Flag(
+        choice(*METRICS),
+        None,
+        "the perplexity to compare (accuracies are always shown)",
+        unset="the first that all results have",
+    ),
     "metadata": Flag(
         KEY_VALUES,
         {},

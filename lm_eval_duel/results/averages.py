@@ -220,7 +220,9 @@ def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], dra
     verdict = "no verdict"
     doubt = _doubt(name, metric, runs)
     remarks = [doubt, *(about_bos(run, runs) for run in runs)]
-    if not doubt:
+    if doubt:
+        remarks.append(stats.too_few(list(map(bootstrap.text_of, scores_of_first))))
+    else:
         verdict = _verdict(name, metric, runs, pair.names, (low, high), distinct)
     verdict_reason = Note("; ".join(filter(None, remarks)))
     return dataclasses.replace(
@@ -265,12 +267,11 @@ def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
 
 
 def _doubt(name: str, metric: str, runs: Sequence[Run]) -> str:
-    """The first reason not to say which of two runs is better in an average, whatever its interval."""
+    """The reasons not to say which of two runs is better in an average, whatever its interval; empty without any."""
+    doubts: dict[str, None] = {}
     for run in runs:
-        doubts = [remark(run, name, metric), about_contexts(run, runs), *run.doubts]
-        for doubt in filter(None, doubts):
-            return doubt
-    return ""
+        doubts |= dict.fromkeys([remark(run, name, metric), about_contexts(run, runs), *run.doubts])
+    return "; ".join(filter(None, doubts))
 
 
 def _distinct(keys: Iterable[str]) -> int:

@@ -26,7 +26,6 @@ from lm_eval_duel.results.table import (
     form_of,
     number,
     span,
-    split,
 )
 from lm_eval_duel.rules import adaptive, without_defaults
 
@@ -155,6 +154,7 @@ WITH_ERRORS = "95 % intervals are over documents, and include the Monte Carlo er
 UNKNOWN_ERRORS = (
     "A value with ± ? has an unknown error: its interval includes only the part of it that varies between documents."
 )
+BEST = "Bold: the lowest likelihood of its model."
 ALONE = "± is the Monte Carlo or sampling error alone."
 PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
@@ -194,7 +194,7 @@ def values(task: Comparison) -> Table:
     }
     if task.metric != "bits_per_byte":
         shown["bits per byte"] = lambda each: value(each.row, "bits_per_byte")
-    return Table.from_records(WORDS[task.metric], task.rows, shown, about_errors(task.rows))
+    return Table.from_records(WORDS[task.metric], task.rows, shown, about_errors(task.rows), BEST)
 
 
 def about_errors(compared: Sequence[ComparedRow]) -> str:
@@ -269,24 +269,25 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
         Head("DUEL", "DUEL", "value"): marked_with_remark,
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
-        "ELBO's gap": lambda each: _from_baseline(each, gap(each.closed.elbo, each.closed.elbo_gap)),
+        "ELBO's gap": elbo_gap_with_remark,
         Head("DUEL's gap", "DUEL's gap", "value"): gap_with_remark,
         Head(f"DUEL's gap: {LEVEL}", "DUEL's gap", LEVEL): gap_interval,
         Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
         Head(f"gap closed: {LEVEL}", "gap closed", LEVEL): closed_interval,
     }
-    return Table.from_records("Gap to the autoregressive model", duels, shown)
+    return Table.from_records("Gap to the autoregressive model", duels, shown, bold=BEST)
 
 
-def _from_baseline(each: ComparedRow, text: str) -> Cell:
-    """A gap with what puts the baseline's value in doubt, which is not in the table itself."""
-    return (text, doubts_of(each.closed.ar)) if text else ""
+def elbo_gap_with_remark(each: ComparedRow) -> Cell:
+    """The gap of a row's ELBO to the baseline, with what puts the baseline in doubt, and what differs from it."""
+    text = gap(each.closed.elbo, each.closed.elbo_gap)
+    return (text, Note.joined([doubts_of(each.closed.ar), each.closed.about_elbo_gap])) if text else ""
 
 
 def gap_with_remark(each: ComparedRow) -> Cell:
-    """A row's gap to the baseline, with what puts the baseline's value in doubt, and what differs from it."""
-    text, remark = split(_from_baseline(each, gap(each.row, each.gap)))
-    return (text, Note.joined([remark, each.about_gap])) if text else ""
+    """A row's gap to the baseline, with what puts the baseline in doubt, and what differs from it."""
+    text = gap(each.row, each.gap)
+    return (text, Note.joined([doubts_of(each.closed.ar), each.about_gap])) if text else ""
 
 
 def cache_costs(cached: Sequence[ComparedRow]) -> Table:
@@ -397,7 +398,7 @@ def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table
         shown["mean rank"] = mean_rank
     shown["rank"] = rank
     with_perplexities = [row for row in standings.rows if row.method.rows]
-    return Table.from_records("Perplexities", with_perplexities, shown)
+    return Table.from_records("Perplexities", with_perplexities, shown, bold=BEST)
 
 
 def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:

@@ -346,6 +346,7 @@ def _places(each: ComparedRow) -> dict[str, Any]:
         cells[f"from_{name}"] = pair and pair.difference
         cells |= _ends(f"from_{name}_interval", pair and pair.interval)
         cells[f"from_{name}_verdict"] = pair and pair.verdict
+        cells[f"from_{name}_reason"] = pair and str(pair.reason)  # why it has no verdict, if that does not say it
     return cells
 
 

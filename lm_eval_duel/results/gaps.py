@@ -230,7 +230,8 @@ def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored
 class GapClosed:
     """The share of the ELBO's gap to the autoregressive baseline that a DUEL row closes, in per cent.
 
-    `ar`: the baseline. `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is
+    `ar`: the baseline. `about_elbo_gap`: what differs between it and the ELBO although they are compared.
+    `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is
     not tested. `percent` is None if they do not. `reason`: why `percent`, its error or its interval is not known, and
     what differs between the three although they are compared.
     """
@@ -238,6 +239,7 @@ class GapClosed:
     elbo: Row | None = None
     ar: Row | None = None
     elbo_gap: float | None = None
+    about_elbo_gap: Note = dataclasses.field(default_factory=Note)
     distinguishable: bool | None = None
     percent: float | None = None
     stderr: float | None = None
@@ -308,9 +310,10 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     if elbo is None:
         return GapClosed(ar=ar, reason=NOT_OF_PERPLEXITY if row.metric == "bits_per_byte" else Note(why))
     elbo_gap = None if ar is None else elbo.value - ar.value
+    about_elbo_gap = as_published([elbo, ar])
     reason = _no_gap(row, elbo, ar)
     if reason:
-        return GapClosed(elbo, ar, elbo_gap, reason=reason)
+        return GapClosed(elbo, ar, elbo_gap, about_elbo_gap, reason=reason)
 
     errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
     error = math.hypot(*errors) if errors else None  # of the difference: draws of the two are independent
@@ -331,6 +334,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
         elbo=elbo,
         ar=ar,
         elbo_gap=elbo_gap,
+        about_elbo_gap=about_elbo_gap,
         distinguishable=distinguishable,
         percent=percent,
         stderr=stderr,

@@ -44,14 +44,14 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     method = chosen.row.entry.display
     if chosen.row.noise_seed is not None:
         method += f", noise seed {chosen.row.noise_seed}"
-    text = f"{subject}: {_value(chosen.row)} under {_rule(chosen.row)} ({method}){against}"
+    text = f"{subject}: {_value(chosen.row)} under {_rule(chosen.row, of_model)} ({method}){against}"
     if base is None and chosen.closed.elbo is None:  # there is no gap to speak of
         text += "."
     else:
         text += _gap(chosen, form)
     lowest = _lowest(chosen.row, of_model)
     if lowest is not chosen.row:
-        text += f" Lowest of its likelihoods: {_rule(lowest)}, {_value(lowest)}."
+        text += f" Lowest of its likelihoods: {_rule(lowest, of_model)}, {_value(lowest)}."
     return text + _caveat([chosen.row, base, chosen.closed.elbo])
 
 
@@ -82,9 +82,12 @@ def _without_duel(of_model: Sequence[ComparedRow], against: str) -> str:
     return f"{_value(lowest.row)} ({escape(lowest.row.name)}){against}"
 
 
-def _rule(row: Row) -> str:
-    """The rule of a DUEL row, or the estimator of another, with the cache."""
+def _rule(row: Row, of_model: Sequence[ComparedRow]) -> str:
+    """The rule of a DUEL row, or the estimator of another, with the block if there are several, and the cache."""
     method = escape(without_defaults(row.rule)) if row.is_duel else row.entry.display.lower()
+    blocks = {each.row.block for each in of_model if each.row.is_duel}
+    if row.is_duel and len(blocks) > 1:
+        method += " over the whole target" if row.block == "none" else f" in blocks of {row.block}"
     if row.run.has_cache:
         method += f" with cache={escape(row.cache)}"
     return method
@@ -119,11 +122,13 @@ def _gap(chosen: ComparedRow, form: str) -> str:
 
     percent = f"{number(closed.percent, '.1f')} %"
     interval = columns.closed_interval(chosen)
-    error = f"{LEVEL}: {interval}" if interval else plus_minus(closed.stderr, ".1f").strip()
+    error = f"{LEVEL}: {interval}"
+    if not interval:
+        stderr = plus_minus(closed.stderr, ".1f").strip()
+        error = ", ".join(filter(None, [stderr, "no interval: see the table"]))
     if closed.percent < 0:
         share = ", ".join(filter(None, [percent, error, closed.verdict]))
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {share})."
     about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
-    brackets = f" ({error})" if error else ""
     verdict = f", {closed.verdict}," if closed.verdict else ""
-    return f"{text}. DUEL closes {about}{percent}{brackets}{verdict} of {gap}."
+    return f"{text}. DUEL closes {about}{percent} ({error}){verdict} of {gap}."

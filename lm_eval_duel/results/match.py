@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.runs import Run, Task
@@ -231,7 +231,32 @@ def _same_windows_remedy(runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.config.ours or run.capacity is None or run.max_length is None:
             return ""
-    return f"score them again, {equal_windows(runs)}, and name the new results only"
+    return _remedy_of_few(runs) or f"score them again, {equal_windows(runs)}, and name the new results only"
+
+
+def _remedy_of_few(runs: Sequence[Run]) -> str:
+    """The remedy to score again only the results whose windows are not those of most; empty if these may not fit.
+
+    A shorter row always fits; a longer one is known to if the same model has a result with it.
+    """
+    of_sizes: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        of_sizes.setdefault((run.windows, run.capacity), []).append(run)
+    most = max(of_sizes.values(), key=len)
+    if 2 * len(most) <= len(runs):
+        return ""
+    longest: dict[Any, int] = {}  # of each model
+    for run in runs:
+        longest[run.key] = max(run.max_length, longest.get(run.key, 0))
+    arguments = []
+    for run in runs:
+        if run in most:
+            continue
+        length = run.max_length - (run.capacity - most[0].capacity)  # they differ by special tokens
+        if run.windows != most[0].windows or length > longest[run.key]:
+            return ""
+        arguments.append(f"{run.name} with max_length={length}")
+    return f"score again {' and '.join(arguments)}, and name the new results instead"
 
 
 def cut_contexts(run: Run) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import match, read
 from lm_eval_duel.results.rows import SAME, Row, plain_row
-from lm_eval_duel.results.runs import NO_CACHE, Run
+from lm_eval_duel.results.runs import NO_CACHE, Run, common_folder
 from lm_eval_duel.results.spec_entries import NON_IDENTITY_KEYS, differing_keys, entries_for_names
 from lm_eval_duel.rules import sort_key
 
@@ -200,9 +201,11 @@ def notes_on_others(same: Mapping[Row, Iterable[Row]]) -> list[str]:
 def _twice(row: Row, other: Row) -> str:
     """A note on a second result of the same value."""
     equal = are_equal(row.metrics, other.metrics)
-    names = [row.run.short_name, other.run.short_name]
-    if len(set(names)) == 1:  # copies of a file
-        names = [row.run.name, other.run.name]
+    runs = [row.run, other.run]
+    names = [run.short_name for run in runs]
+    if row.run.file.parent != other.run.file.parent:  # folders of one name, and perhaps copies of a file
+        folder = common_folder(runs)
+        names = [os.path.relpath(run.name, folder) for run in runs]
     twice = f"{names[0]} is shown, {names[1]} holds it too"
     return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
 

@@ -58,9 +58,6 @@ def html(report: Report, title: str | None) -> str:
     hidden = HIDDEN if len(report.tasks) < 2 else HIDDEN_OF_SEVERAL
     remarks = remarks_of(shown, cells.values(), hidden)
     folder = common_folder(report.runs)
-    tables_of_others = []
-    for source in report.published:
-        tables_of_others.append((source, published.table(source)))
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -87,7 +84,7 @@ def html(report: Report, title: str | None) -> str:
         most_open=MOST_OPEN,
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
-        published=tables_of_others,
+        published=list(map(published.table, report.published)),
         documents=command_line.finite(report.documents),
         notes=notes(report),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

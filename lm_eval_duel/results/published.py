@@ -19,7 +19,13 @@ from typing import Any
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, nearest, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, marked_with_remark, names_of_compared
+from lm_eval_duel.results.columns import (
+    BEST,
+    WHOLE_TARGET,
+    interval_with_remark,
+    marked_with_remark,
+    names_of_compared,
+)
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, number
@@ -30,6 +36,7 @@ PAPER = "paper"  # on the command line: the paper's tables, which come with the 
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
+COLUMNS = (*NAMES, "task", "metric", "value", "stderr", "source", "recipes")
 PUBLISHED = "published"
 MEASURED = "measured here"
 ONLY_PERPLEXITIES = (
@@ -54,6 +61,9 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+            for column in reader.fieldnames:
+                if column and column not in COLUMNS:  # a spreadsheet may write empty columns
+                    raise DuelError(f"{name}: {unknown('column', column, COLUMNS)}")
             for line in reader:
                 try:
                     figures.append({**_figure(line), "file": str(name)})
@@ -203,7 +213,7 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
         remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
         rows.append({**_names(figure), published: (_value(figure), remark)})
     columns = _by_head([*measured, published])
-    return Table.from_records(f"Measured here and published, {unit}", rows, columns, UNCHECKED)
+    return Table.from_records(f"Measured here and published, {unit}", rows, columns, UNCHECKED, BEST)
 
 
 def _by_head(heads: Iterable[str]) -> Columns:

@@ -277,15 +277,17 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     for of_task in report.headlines.values():
         for line in of_task:
             lines.append(f"- {line}")
-    parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
+    title = "How far from autoregressive?" if report.tasks else "Accuracies"
+    parts = [f"# {title}", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
         images_of_task = [image for image in images if image.task == name]
         parts += _markdown_of_task(name, task, of_tasks[name], images_of_task)
     for table in over_tasks:
         parts += [f"## {escape(table.title)}", table.markdown()]
     for source in report.published:
-        parts.append(f"## Published: {escape(source['source'])}")
-        parts.append(published.table(source).markdown())
+        of_source = published.table(source)
+        parts.append(f"## Published: {escape(of_source.title)}")
+        parts.append(of_source.markdown())
     listed = run_tables.files(report.runs, report.baselines)
     parts += ["## Files", escape(listed.title), listed.markdown()]
     for name, same in report.same_averages.items():

@@ -73,7 +73,8 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
     for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     shown = names_of_rows(rows) | through(lambda row: row.run, shown)
-    return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", rows, shown)
+    about = "± is the standard error over documents."
+    return Table.from_records(f"{name}: {', '.join(metrics)}", rows, shown, about)
 
 
 def average_differences(name: str, pairs: Sequence[AveragePair]) -> Table:

@@ -157,7 +157,7 @@ def split(cell: Cell) -> tuple[str, Note]:
 class Table:
     """Heads and rows of text. `remarks`: the remarks of cells by their mark, which the cells end with.
 
-    `about`: a sentence on the whole table, which stands below it.
+    `about`: a sentence on the whole table, which stands below it. `bold`: what bold cells are.
     """
 
     title: str
@@ -165,9 +165,12 @@ class Table:
     rows: list[list[str]]
     remarks: dict[str, Note]
     about: str = ""
+    bold: str = ""
 
     @classmethod
-    def from_records(cls, title: str, records: Iterable[Any], columns: Columns, about: str = "") -> Table:
+    def from_records(
+        cls, title: str, records: Iterable[Any], columns: Columns, about: str = "", bold: str = ""
+    ) -> Table:
         """A row for each record; a column says what it shows of one. Columns without a single text are left out."""
         marks: dict[Note, str] = {}
         rows: list[list[str]] = []
@@ -186,7 +189,7 @@ class Table:
         heads = list(itertools.compress(columns, filled))
         shown_rows = [list(itertools.compress(row, filled)) for row in rows]
         remarks = {mark: remark for remark, mark in marks.items()}
-        return cls(title, heads, shown_rows, remarks, about)
+        return cls(title, heads, shown_rows, remarks, about, bold)
 
     @property
     def numeric(self) -> list[bool]:
@@ -197,6 +200,12 @@ class Table:
     def sides(self) -> list[str]:
         """The side of its column that each text stands on."""
         return ["right" if right else "left" for right in self.numeric]
+
+    @property
+    def about_with_bold(self) -> str:
+        """The sentences below the table, in forms that show bold cells."""
+        has_bold = any(isinstance(text, Bold) for text in itertools.chain(*self.rows))
+        return " ".join(filter(None, [self.about, self.bold if has_bold else ""]))
 
     def text(self) -> str:
         """The table for the terminal."""
@@ -215,7 +224,7 @@ class Table:
         for mark, remark in self.remarks.items():
             remarks.append(f"{mark} {escape(str(remark))}")
         with_breaks = "  \n".join(remarks)  # two spaces before a line end are a line break
-        return "\n\n".join(filter(None, [table, escape(self.about), with_breaks]))
+        return "\n\n".join(filter(None, [table, escape(self.about_with_bold), with_breaks]))
 
     def latex(self, sizes: str = "", footnote: str = "") -> str:
         """The file of the table in LaTeX. A model's name stands in its first row.
@@ -241,7 +250,7 @@ class Table:
             *_latex_rows(cells, self.numeric),
             r"\bottomrule",
             r"\end{tabular}",
-            *_latex_footnotes(self.about, self.remarks, footnote),
+            *_latex_footnotes(self.about_with_bold, self.remarks, footnote),
         ]
         return "\n".join(lines) + "\n"
 

@@ -79,6 +79,16 @@ def test_contexts_that_are_cut_in_one_run_alone_leave_no_verdict(tmp_path, cut_i
     assert ("7 contexts cut" in (tmp_path / "out" / "report.md").read_text()) == (len(cut_in) == 1)
 
 
+def test_both_runs_of_a_pair_are_named_if_their_contexts_are_cut_at_other_lengths(tmp_path):
+    for rule, scores, length in (("greedy", BETTER, 100), ("margin", WORSE, 200)):
+        file = result(tmp_path / "results", scores, rule)
+        put(file, "config.duel.cut_contexts", 7)
+        put(file, "config.spec.max_length", str(length))
+    [pair] = pairs(tmp_path)
+    for length in (100, 200):
+        assert f"7 contexts cut at {length}" in pair["verdict_reason"]
+
+
 @pytest.mark.parametrize(
     ("other", "metric", "verdict"),
     [
@@ -114,6 +124,11 @@ def test_there_is_no_verdict_from_few_documents_from_bounds_or_in_doubt(tmp_path
     [pair] = pairs(tmp_path / "bound", "--pairs", "all")
     assert pair["verdict"] == "no verdict"
     assert pair["verdict_reason"].startswith("from a bound")
+    assert "too narrow" not in pair["verdict_reason"]
+    result(tmp_path / "both" / "results", BETTER[:9])
+    result(tmp_path / "both" / "results", [0.0] * 9, None, estimator="elbo")
+    [pair] = pairs(tmp_path / "both", "--pairs", "all")
+    assert "from 9 distinct documents: too narrow" in pair["verdict_reason"]
 
     file = result(tmp_path / "doubt" / "results", BETTER)
     result(tmp_path / "doubt" / "results", WORSE, "margin")
@@ -323,7 +338,8 @@ def test_averages_that_two_results_hold_are_shown_once(tmp_path, capsys):
     assert written["accuracies"][TASK][pair["first"]]["file"] == str(again)
     assert "the averages of 1 row of choice" in capsys.readouterr().out
     text = (tmp_path / "out" / "report.md").read_text()
-    assert f"{again} is shown, {first} holds it too" in text
+    shown, held = (file.relative_to(tmp_path / "results") for file in (again, first))
+    assert f"{shown} is shown, {held} holds it too" in text
     lines = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
     assert sorted(line["rule"] for line in lines if line["metric"] == "acc") == ["greedy:k=1", "margin"]
     assert len(models_of_page(tmp_path)) == 2

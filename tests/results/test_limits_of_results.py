@@ -5,6 +5,7 @@ Each line has the last case on one side and the first on the other.
 
 import json
 import math
+from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -451,7 +452,9 @@ def test_two_results_of_a_value_are_the_same_up_to_a_ten_thousandth(second, diff
     """In each of the metrics that both have."""
 
     def row(**metrics):
-        return SimpleNamespace(model="M", name="DUEL", run=SimpleNamespace(short_name="r", name="r"), metrics=metrics)
+        return SimpleNamespace(
+            model="M", name="DUEL", run=SimpleNamespace(short_name="r", file=Path("r")), metrics=metrics
+        )
 
     first = row(word_perplexity=1.0, byte_perplexity=1.0, bits_per_byte=5.0)
     other_bytes = row(word_perplexity=1.0, byte_perplexity=second)

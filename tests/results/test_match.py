@@ -114,6 +114,13 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     with pytest.raises(DuelError, match=r"max_length=10 to \S+, \S+ and max_length=9 to"):
         run(tmp_path / "three")
 
+    odd = ours(tmp_path / "odd" / "results", docs=DOCS, rule="margin", **shorter_rows)
+    for k, length in ((1, 10), (2, 10)):
+        spec = {"max_length": str(length)}
+        ours(tmp_path / "odd" / "results", docs=DOCS, rule=f"greedy:k={k}", spec=spec, duel={"row_capacity": 9})
+    with pytest.raises(DuelError, match=f"score again {odd} with max_length=9, and name the new results instead"):
+        run(tmp_path / "odd")
+
     report = board(tmp_path / "results")
     [difference] = report.tasks["sotu"].differences
     tables = [_latex(report, name, kind, table) for name, kind, table in report.tables() if kind == "methods"]

@@ -92,6 +92,8 @@ def test_a_baseline_that_is_named_by_its_model_is_an_error_that_names_its_files(
             board(tmp_path / "in", "--ar", name)
     with pytest.raises(DuelError, match="nowhere"):
         board(tmp_path / "in", "--ar", "nowhere")
+    with pytest.raises(DuelError, match=r"MDLM is a model without autoregressive results.*: RESULTS have those of AR"):
+        board(tmp_path / "in", "--ar", "MDLM")
 
 
 @pytest.mark.parametrize("has_baseline", [True, False])
@@ -146,6 +148,18 @@ def test_published_figures_of_no_result_are_named_with_the_nearest_task(tmp_path
     assert note.count("sotuu (did you mean sotu?)") == 1
     assert note.endswith(" wikitext")
     assert note in reports.console(content)
+
+
+def test_a_published_column_that_nobody_reads_is_an_error_with_the_nearest(tmp_path):
+    file = tmp_path / "p.csv"
+    figures(file, "sotu")
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([f"{lines[0]},notes,", f"{lines[1]},approximate,"]))
+    with pytest.raises(DuelError, match=r"notes.*note"):
+        published.read([file])
+    file.write_text("\n".join([f"{lines[0]},note,", f"{lines[1]},approximate,"]))  # with an empty column
+    [figure] = published.read([file])
+    assert figure["note"] == "approximate"
 
 
 @pytest.mark.parametrize("wrong", ["abc", "nan", "inf", "12,5"])
@@ -323,6 +337,7 @@ def test_a_gap_that_is_compared_as_published_says_so_where_it_stands(as_publishe
     for each in task.rows:
         assert (differs in str(each.about_gap)) == (not each.row.ar)
         assert (differs in str(each.closed.reason)) == each.row.is_duel
+        assert (differs in str(each.closed.about_elbo_gap)) == each.row.is_duel
     heads = [column.head for column in columns_of(as_published)]
     for head in ("sotu gap", "sotu gap closed, %"):
         cell = columns_of(as_published)[heads.index(head)].cell

@@ -376,11 +376,12 @@ def check_row(row, line, task):
         ends = [read(line[f"{name}_low"]), read(line[f"{name}_high"])]
         assert row[name] == close_or_none(ends), name
     for name in ("next_lower", "lowest"):
-        pair = row[name] or {"difference": None, "interval": None, "verdict": None}
+        pair = row[name] or {"difference": None, "interval": None, "verdict": None, "reason": None}
         ends = [read(line[f"from_{name}_interval_low"]), read(line[f"from_{name}_interval_high"])]
         assert pair["difference"] == close_or_none(read(line[f"from_{name}"]))
         assert pair["interval"] == close_or_none(ends)
         assert (pair["verdict"] or None) == read(line[f"from_{name}_verdict"])
+        assert (pair["reason"] or None) == read(line[f"from_{name}_reason"])
     assert row["metrics"]["bits_per_byte"] == close(read(line["bits_per_byte"]))
     assert row["stderrs"]["bits_per_byte"] == close_or_none(read(line["bits_per_byte_monte_carlo_stderr"]))
     steps = STEPS.get(method_of(row), {}).get(task)
@@ -438,7 +439,8 @@ def test_every_column_is_recomputed(report):
     checked = set(expected_of(("M", "greedy:k=1"), "sotu", "token_perplexity"))
     checked |= {"interval_low", "interval_high", "gap_interval_low", "gap_interval_high"}
     for name in ("next_lower", "lowest"):
-        checked |= {f"from_{name}_interval_low", f"from_{name}_interval_high", f"from_{name}_verdict"}
+        checked |= {f"from_{name}_interval_low", f"from_{name}_interval_high"}
+        checked |= {f"from_{name}_verdict", f"from_{name}_reason"}
     checked |= {"gap_closed_interval_low", "gap_closed_interval_high", "rank", "mean", "mean_rank"}
     checked |= {"nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date", "dtype", "kind"}
     checked |= {"documents_stderr", "metric", "task", "model", "rule"}

@@ -63,6 +63,8 @@ WITH_ELBO = [(30, MONTE_CARLO), (15, {})]
         ([(30, {"estimator": "elbo", "spec": {"elbo_eps": "0.01"}}), (15, {})], [], ["eps=0.01: no bound"], ["≤"]),
         ([(15, {"spec": {"cache": "dual"}})], [], ["greedy with cache=dual", "gap of 18.18"], []),
         ([(3, {"estimator": "oracle"})], [], ["the oracle only"], ["gap"]),
+        ([(15, {"block": "8"}), (3, {"block": "none"})], [], ["30.98 under greedy over the whole target"], []),
+        ([(3, {"block": "8"}), (15, {"block": "none"})], [], ["30.98 under greedy in blocks of 8"], []),
     ],
 )
 def test_the_sentence_about_a_model(tmp_path, results, words, said, not_said):
