@@ -26,6 +26,7 @@ from scipy.stats import spearmanr
 
 from lm_eval_duel import Duel, Window, load
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.results import bootstrap
 
 PACKAGE, SHA256 = "antiberty==0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a"
 FILES = ("AntiBERTy_md_smooth/config.json", "AntiBERTy_md_smooth/pytorch_model.bin", "vocab.txt")
@@ -153,7 +154,8 @@ def with_interval(antibodies: int, statistic: Callable[[np.ndarray], float]) -> 
     """statistic(indices) of all antibodies, and its 95 % bootstrap interval; both chains of an antibody go together."""
     generator = np.random.default_rng(0)
     values = [statistic(generator.integers(antibodies, size=antibodies)) for _ in range(DRAWS)]
-    return statistic(np.arange(antibodies)), *np.nanpercentile(values, (2.5, 97.5))
+    low, high = bootstrap.percentile_interval(np.array(values), antibodies)
+    return statistic(np.arange(antibodies)), low, high
 
 
 def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int = 40) -> None:

@@ -28,6 +28,7 @@ from lm_eval.api.instance import Instance
 from scipy.stats import rankdata
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import bootstrap
 from lm_eval_duel.tasks import files, metadata
 from lm_eval_duel.tasks.data import bundled
 from lm_eval_duel.tasks.guarded import GuardedTask
@@ -253,8 +254,8 @@ def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple
     value = statistic(np.arange(count))
     if not len(drawn):
         return value, float("nan"), float("nan")
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return value, float(low), float(high)
+    low, high = bootstrap.percentile_interval(drawn, count)
+    return value, low, high
 
 
 @functools.lru_cache(maxsize=4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from encoder_reference import PROTEIN_MASK, VOCABULARY, esm
 from harness_runs import evaluate
+from scipy import stats
 
 from lm_eval_duel import reference
 from lm_eval_duel.errors import DuelError
@@ -155,6 +156,14 @@ def test_spearman_and_auc_are_those_of_their_definitions():
     assert math.isnan(utils.area_under_curve(scores, np.ones(40)))
     value, low, high = utils.with_interval(40, lambda n: utils.rank_correlation(measured[n], measured[n] + scores[n]))
     assert low < value < high
+
+
+def test_the_interval_over_few_assays_is_as_wide_as_that_of_students_t():
+    values = np.random.default_rng(0).normal(size=12)
+    value, low, high = utils.with_interval(12, lambda n: float(values[n].mean()))
+    half = stats.t.ppf(0.975, 11) * values.std(ddof=1) / 12**0.5
+    assert low == pytest.approx(value - half, abs=0.1 * half)
+    assert high == pytest.approx(value + half, abs=0.1 * half)
 
 
 @pytest.mark.parametrize(
