@@ -11,7 +11,7 @@ from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.ranks import TIED, is_tied
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.standings import Standing, Standings
+from lm_eval_duel.results.standings import MEAN, ORACLE, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import (
     LEVEL,
@@ -108,11 +108,13 @@ def interval_with_remark(each: ComparedRow) -> Cell:
 
 
 def with_interval(each: ComparedRow) -> Cell:
-    """A row's value with its interval in brackets, and the remark on it."""
-    text, remark = marked_with_remark(each)
+    """A row's value with its interval in brackets, and the remarks on both."""
+    text = marked(each)
+    start = "no interval: "
     if each.interval is not None:
         text = type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})")  # bold stays bold
-    return text, remark
+        start = "interval "
+    return text, Note.joined([each.row.about_value, each.about_interval.after(start)])
 
 
 def gap(row: Row | None, difference: float | None) -> str:
@@ -134,9 +136,12 @@ def closed(each: ComparedRow, unit: str = "") -> str:
 
 
 def closed_with_remark(each: ComparedRow) -> Cell:
-    """The same, with what puts the values in doubt that it is computed from."""
+    """The same, with what puts the values in doubt that it is computed from, or the reason that it is not known."""
     text = closed(each)
-    return (text, doubts_of(each.row, each.closed.elbo, each.closed.ar)) if text else ""
+    if not text:
+        return text, each.closed.reason
+    doubts = doubts_of(each.row, each.closed.elbo, each.closed.ar)
+    return text, Note.joined([doubts, each.closed.reason])
 
 
 def closed_interval(each: ComparedRow) -> str:
@@ -150,11 +155,13 @@ SINGLE = (
     "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
     "different."
 )
+OVER_DOCUMENTS = "95 % intervals are over documents."
 WITH_ERRORS = "95 % intervals are over documents, and include the Monte Carlo error of each value."
+IN_BRACKETS = "A 95 % interval stands in brackets."
 UNKNOWN_ERRORS = (
     "A value with ± ? has an unknown error: its interval includes only the part of it that varies between documents."
 )
-BEST = "Bold: the lowest likelihood of its model."
+BEST = "Bold: the lowest of several likelihoods of a model."
 ALONE = "± is the Monte Carlo or sampling error alone."
 PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "
@@ -198,14 +205,22 @@ def values(task: Comparison) -> Table:
 
 
 def about_errors(compared: Sequence[ComparedRow]) -> str:
-    """A sentence on the errors of drawn values; empty if none is drawn."""
+    """Sentences on the intervals of values and on the errors of drawn ones; empty without either."""
+    with_interval = [each.row for each in compared if each.interval]
+    return _about_errors(with_interval, [each.row for each in compared])
+
+
+def _about_errors(with_interval: Sequence[Row], shown: Sequence[Row]) -> str:
+    """The same. `with_interval`: the rows that intervals of a table are computed from. `shown`: those with a value."""
     sentences = []
-    drawn = [each.row for each in compared if each.interval and each.row.is_drawn]
+    drawn = [row for row in with_interval if row.is_drawn]
     if any(row.stderr is not None for row in drawn):
         sentences.append(WITH_ERRORS)
+    elif with_interval:
+        sentences.append(OVER_DOCUMENTS)
     if any(row.stderr is None for row in drawn):
         sentences.append(UNKNOWN_ERRORS)
-    if any(each.row.stderr is not None for each in compared):
+    if any(row.stderr is not None for row in shown):
         sentences.append(ALONE)
     return " ".join(sentences)
 
@@ -267,7 +282,7 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         "cache": names["cache"],
         Head("ELBO", "ELBO", "value"): lambda each: value_with_remark(each.closed.elbo),
         Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
-        Head("DUEL", "DUEL", "value"): marked_with_remark,
+        Head("DUEL", "DUEL", "value"): lambda each: value_with_remark(each.row),
         Head(LEVEL, "DUEL", LEVEL): interval_with_remark,
         "ELBO's gap": elbo_gap_with_remark,
         Head("DUEL's gap", "DUEL's gap", "value"): gap_with_remark,
@@ -275,7 +290,21 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
         Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
         Head(f"gap closed: {LEVEL}", "gap closed", LEVEL): closed_interval,
     }
-    return Table.from_records("Gap to the autoregressive model", duels, shown, bold=BEST)
+    return Table.from_records("Gap to the autoregressive model", duels, shown, about_gaps(duels))
+
+
+def about_gaps(duels: Sequence[ComparedRow]) -> str:
+    """Sentences on the intervals and errors of DUEL rows, their ELBOs and what is computed from both."""
+    with_interval = []
+    shown = []
+    for each in duels:
+        of_row = [row for row in (each.row, each.closed.elbo, each.closed.ar) if row is not None]
+        shown += of_row
+        if each.closed.interval:
+            with_interval += of_row
+        elif each.interval:
+            with_interval.append(each.row)
+    return _about_errors(with_interval, shown)
 
 
 def elbo_gap_with_remark(each: ComparedRow) -> Cell:
@@ -398,13 +427,41 @@ def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table
         shown["mean rank"] = mean_rank
     shown["rank"] = rank
     with_perplexities = [row for row in standings.rows if row.method.rows]
-    return Table.from_records("Perplexities", with_perplexities, shown, bold=BEST)
+    compared = [each for task in tasks.values() for each in task.rows]
+    sentences = []
+    if any(each.interval for each in compared):
+        sentences.append(IN_BRACKETS)
+    sentences.append(about_errors(compared))
+    if any(row.rank for row in standings.rows):
+        sentences.append(ranked_by(standings, tasks))
+    return Table.from_records("Perplexities", with_perplexities, shown, " ".join(filter(None, sentences)), BEST)
+
+
+def ranked_by(standings: Standings, tasks: Mapping[str, Comparison]) -> str:
+    """A sentence on the value that rows are ranked by, and on those without a rank."""
+    if standings.by == MEAN:
+        by = f"the {standings.mean_kind} of {WORDS[standings.metric]} over {len(standings.mean_of)} tasks"
+    else:
+        by = f"{WORDS[tasks[standings.by].metric]} on {standings.by}"
+    kinds = {row.method.kind for row in standings.rows if row.method.rows}
+    without = []
+    if "bound" in kinds:
+        without.append("bounds (≤)")
+    if ORACLE in kinds:
+        without.append("the oracle")
+    sentence = f"Likelihoods and estimates are ranked by {by}"
+    if without:
+        verb = "has" if without == ["the oracle"] else "have"
+        sentence += f"; {' and '.join(without)} {verb} no rank"
+    return f"{sentence}."
 
 
 def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
     """Gap closed of every DUEL row on every task."""
     duels = [row for row in standings.rows if row.method.is_duel]
-    return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed_with_remark))
+    compared = [each for task in tasks.values() for each in task.rows]
+    about = ALONE if any(each.closed.stderr is not None for each in compared) else ""
+    return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed_with_remark), about)
 
 
 def _over_tasks(tasks: Mapping[str, Comparison], cell: Callable[[ComparedRow], Cell]) -> Columns:

@@ -93,7 +93,8 @@ def windows(name: str, compared: Sequence[Run]) -> str:
     if not (others and first.tasks[name].rolling):
         return f"windows: {every_cut}"
     if not all(match.are_cut_alike(first, other, name) for other in others):
-        return f"windows: not known to be the same ({every_cut})"
+        are_known = all(run.capacity is not None and run.longest(name) is not None for run in compared)
+        return f"windows: not {'' if are_known else 'known to be '}the same ({every_cut})"
     sizes = {(run.windows, run.capacity) for run in compared}
     if len(sizes) > 1:
         return f"windows: the same, since each document is one window ({every_cut})"

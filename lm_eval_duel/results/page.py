@@ -25,7 +25,7 @@ from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
 from lm_eval_duel.results.runs import common_folder
-from lm_eval_duel.results.standings import AR, KINDS, KINDS_OF_AVERAGES, MEAN, ORACLE, RankedMethod, Standing, Standings
+from lm_eval_duel.results.standings import AR, KINDS, KINDS_OF_AVERAGES, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import WORDS, Table, number
 
 if TYPE_CHECKING:
@@ -112,14 +112,9 @@ def about(report: Report) -> str:
         tasks = "one task" if count == 1 else f"{count} tasks"
         error = " ± is the standard error over documents." if report.scored else ""
         return f"Averages of {tasks}, without a rank: no result has a perplexity.{error}"
-    if standings.by == MEAN:
-        by = f"the {standings.mean_kind} of {WORDS[standings.metric]} over {len(standings.mean_of)} tasks"
-    else:
-        by = f"{WORDS[report.tasks[standings.by].metric]} on {standings.by}"
-    sentences = [
-        f"{', '.join(_units(report)).capitalize()}: lower is better.",
-        f"Likelihoods and estimates are ranked by {by}{_without_rank(standings)}.",
-    ]
+    sentences = [f"{', '.join(_units(report)).capitalize()}: lower is better."]
+    if any(row.rank for row in standings.rows):
+        sentences.append(columns.ranked_by(standings, report.tasks))
     if any(each.place and each.place.is_tied for task in report.tasks.values() for each in task.rows):
         sentences.append(
             f"Ranks are by value. A row is called {TIED} if it is not distinguishable from the row with the next lower "
@@ -136,20 +131,6 @@ def about(report: Report) -> str:
     if report.scored:
         sentences.append("Of accuracies, ± is the standard error over documents.")
     return " ".join(sentences)
-
-
-def _without_rank(standings: Standings) -> str:
-    """That bounds and the oracle have no rank, if there are any."""
-    kinds = {row.method.kind for row in standings.rows if row.method.rows}
-    without = []
-    if "bound" in kinds:
-        without.append("bounds (≤)")
-    if ORACLE in kinds:
-        without.append("the oracle")
-    if not without:
-        return ""
-    verb = "has" if without == ["the oracle"] else "have"
-    return f"; {' and '.join(without)} {verb} no rank"
 
 
 def _units(report: Report) -> list[str]:

@@ -19,13 +19,7 @@ from typing import Any
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, nearest, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.columns import (
-    BEST,
-    WHOLE_TARGET,
-    interval_with_remark,
-    marked_with_remark,
-    names_of_compared,
-)
+from lm_eval_duel.results.columns import WHOLE_TARGET, interval_with_remark, names_of_compared, value_with_remark
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Columns, Head, Note, Table, number
@@ -155,6 +149,21 @@ def without_results(figures: Iterable[Mapping[str, Any]], tasks: Iterable[str]) 
     return notes
 
 
+def in_other_units(figures: Iterable[Mapping[str, Any]], tasks: Iterable[Comparison]) -> list[Note]:
+    """Notes on the figures of a user's files that would stand beside the results with another --metric, each once."""
+    notes: dict[Note, None] = {}
+    compared = [*tasks]
+    for figure in figures:
+        metric = figure["metric"]
+        for task in compared:
+            has_metric = all(metric in each.row.metrics for each in task.rows)
+            if figure["file"] == PAPER or figure["task"] != task.name or metric == task.metric or not has_metric:
+                continue
+            stands = f"{WORDS[metric]} of {task.name} stands beside the results with --metric {metric}"
+            notes[Note(advice=f"--published {figure['file']}: {stands}")] = None
+    return list(notes)
+
+
 def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures of each source and metric."""
     sources: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -203,7 +212,7 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
     published = Head(f"{PUBLISHED}, {unit}", unit, PUBLISHED)
     measured: Columns = {
         **names_of_compared(task.rows),
-        Head(f"{MEASURED}, {unit}", unit, MEASURED): marked_with_remark,
+        Head(f"{MEASURED}, {unit}", unit, MEASURED): lambda each: value_with_remark(each.row),
         Head(LEVEL, unit, LEVEL): interval_with_remark,
     }
     rows: list[dict[str, Cell]] = []
@@ -213,7 +222,7 @@ def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | No
         remark = ", ".join(filter(None, [f"published: {figure['source']}", figure["note"]]))
         rows.append({**_names(figure), published: (_value(figure), remark)})
     columns = _by_head([*measured, published])
-    return Table.from_records(f"Measured here and published, {unit}", rows, columns, UNCHECKED, BEST)
+    return Table.from_records(f"Measured here and published, {unit}", rows, columns, UNCHECKED)
 
 
 def _by_head(heads: Iterable[str]) -> Columns:

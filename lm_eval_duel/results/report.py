@@ -141,6 +141,7 @@ def collect(options: argparse.Namespace) -> Report:
     for run in runs:
         tasks_of_runs |= dict.fromkeys(run.every_task)
     notes += published.without_results(options.published, tasks_of_runs)
+    notes += published.in_other_units(options.published, tasks.values())
     if options.figures and not figures.available():
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []

@@ -348,11 +348,16 @@ def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | No
 
 
 def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, int]:
-    """The ranks of the methods that have one: one more than the number of methods with a lower value."""
+    """The ranks of the methods that have one: one more than the number of methods with a lower value.
+
+    A single method has none.
+    """
     ranks = {}
     for method, value in values.items():
         if value is not None and may_rank(method.named.score):
             ranks[method] = 1
+    if len(ranks) < 2:  # there is nothing to be ranked among
+        return {}
     for method in ranks:
         for other in ranks:
             if values[other] < values[method] and compete(method.named, other.named):

@@ -150,6 +150,15 @@ def test_published_figures_of_no_result_are_named_with_the_nearest_task(tmp_path
     assert note in reports.console(content)
 
 
+def test_published_figures_in_another_unit_are_told_the_metric_that_sets_them_beside_the_results(tmp_path):
+    hf(tmp_path / "in", docs=three_documents("sotu"))
+    for metric in ("token_perplexity", "word_perplexity", "perplexity"):  # of which the results have no last one
+        file = figures(tmp_path / "p.csv", "sotu", metric=metric)
+        notes = [str(note) for note in board(tmp_path / "in", "--published", file).notes]
+        expected = [f"--published {file}: perplexity per word of sotu stands beside the results with --metric {metric}"]
+        assert [note for note in notes if "--metric" in note] == (expected if metric == "word_perplexity" else [])
+
+
 def test_a_published_column_that_nobody_reads_is_an_error_with_the_nearest(tmp_path):
     file = tmp_path / "p.csv"
     figures(file, "sotu")

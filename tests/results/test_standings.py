@@ -98,6 +98,14 @@ def test_two_results_of_one_model_and_task_are_two_rows(tmp_path):
     assert accuracies == {0.5, 0.6}
 
 
+def test_a_single_likelihood_has_no_rank(tmp_path):
+    for estimator, ranks in (("duel", {None}), ("elbo", {None}), ("mixture", {None, 1, 2})):
+        ours(tmp_path, docs={"sotu": documents(NATS, TOKENS)}, estimator=estimator)
+        content = collect(parse([str(tmp_path), "--out", "unused"]))
+        assert {row.rank for row in content.standings.rows} <= ranks
+        assert ("are ranked by" in page.about(content)) == (len(ranks) > 1)
+
+
 def test_methods_of_one_name_in_different_tasks_have_different_labels(tmp_path):
     made(tmp_path)
     made(tmp_path, docs={"news": docs(NATS)}, spec={"max_length": "513"})
