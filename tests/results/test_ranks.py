@@ -110,7 +110,8 @@ def test_the_page_and_the_report_say_which_rows_are_tied(content):
 @pytest.mark.parametrize("estimators", [(), ("elbo",), ("oracle",), ("elbo", "oracle")])
 def test_the_page_explains_what_is_on_it_only(tmp_path, estimators):
     docs = {"sotu": documents(-TOKENS * HARD, TOKENS)}
-    ours(tmp_path, docs=docs)
+    for rule in ("greedy", "margin"):
+        ours(tmp_path, docs=docs, rule=rule)
     for estimator in estimators:
         file = ours(tmp_path, docs=docs, estimator=estimator)
         if estimator == "elbo":
