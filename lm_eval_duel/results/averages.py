@@ -41,16 +41,10 @@ def about_bos(run: Run, others: Iterable[Run]) -> str:
 
 
 def about_contexts(run: Run, others: Iterable[Run]) -> str:
-    """A remark on a result if it, or one of others, had contexts cut, and not all alike; empty otherwise."""
-    if len({_cut(each) for each in (run, *others)}) == 1:
+    """A remark on a result that had contexts cut, if those of one of others were not cut alike; empty otherwise."""
+    if all(match.are_contexts_alike(run, other) for other in others):
         return ""
     return match.cut_contexts(run) if run.config.duel.get("cut_contexts") else ""
-
-
-def _cut(run: Run) -> tuple[int, int | None]:
-    """The number of contexts that a run has cut, and the length of its rows if there are any."""
-    count = run.config.duel.get("cut_contexts") or 0
-    return count, run.max_length if count else None
 
 
 def remark(run: Run, name: str, metric: str) -> str:

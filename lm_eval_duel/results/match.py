@@ -221,7 +221,7 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
             remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
             # Other tokens fill windows with other texts; of the same tokens, windows can be equal.
             result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy, of_tokens=not tokens))
-    elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
+    elif not are_contexts_alike(first, second):
         result.append(Difference("contexts", cut_contexts(first), cut_contexts(second), "raise max_length"))
     return result
 
@@ -257,6 +257,16 @@ def _remedy_of_few(runs: Sequence[Run]) -> str:
             return ""
         arguments.append(f"{run.name} with max_length={length}")
     return f"score again {' and '.join(arguments)}, and name the new results instead"
+
+
+def are_contexts_alike(first: Run, second: Run) -> bool:
+    """True if no context of two runs was cut, or equally many, at the same length and with the same tokenizer."""
+    count = first.config.duel.get("cut_contexts") or 0
+    other_count = second.config.duel.get("cut_contexts") or 0
+    if not count and not other_count:
+        return True
+    same_tokenizer = _tokenizer(first) == _tokenizer(second)
+    return same_tokenizer and (count, first.capacity) == (other_count, second.capacity)
 
 
 def cut_contexts(run: Run) -> str:

@@ -79,14 +79,21 @@ def test_contexts_that_are_cut_in_one_run_alone_leave_no_verdict(tmp_path, cut_i
     assert ("7 contexts cut" in (tmp_path / "out" / "report.md").read_text()) == (len(cut_in) == 1)
 
 
-def test_both_runs_of_a_pair_are_named_if_their_contexts_are_cut_at_other_lengths(tmp_path):
-    for rule, scores, length in (("greedy", BETTER, 100), ("margin", WORSE, 200)):
+@pytest.mark.parametrize("lengths", [(100, 100), (100, 200)])
+@pytest.mark.parametrize("tokenizers", [("A", "A"), ("A", "B")])
+def test_contexts_are_cut_alike_at_the_same_length_by_the_same_tokenizer(tmp_path, lengths, tokenizers):
+    """If not, both runs are named."""
+    for rule, scores, length, tokenizer in zip(("greedy", "margin"), (BETTER, WORSE), lengths, tokenizers, strict=True):
         file = result(tmp_path / "results", scores, rule)
         put(file, "config.duel.cut_contexts", 7)
+        put(file, "config.duel.row_capacity", length - 1)
         put(file, "config.spec.max_length", str(length))
+        put(file, "config.spec.tokenizer", tokenizer)
     [pair] = pairs(tmp_path)
-    for length in (100, 200):
-        assert f"7 contexts cut at {length}" in pair["verdict_reason"]
+    alike = len({*lengths}) == len({*tokenizers}) == 1
+    assert (pair["verdict"] == "no verdict") != alike
+    for length in lengths:
+        assert (f"7 contexts cut at {length}" in pair["verdict_reason"]) != alike
 
 
 @pytest.mark.parametrize(
