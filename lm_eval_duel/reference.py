@@ -66,7 +66,7 @@ def log_likelihood(
                 log_P = log_P[M[0]].expand_as(log_P)
             I = F(log_P, M)  # positions to unmask
             for ell in I:
-                log_p[ell] = float(log_P[ell, x[ell]])
+                log_p[ell] = log_P[ell, x[ell]].item()
                 ll += log_p[ell]  # accumulate
                 z[ell] = x[ell]  # reveal token
             sigma.append(I)
@@ -129,7 +129,7 @@ def log_likelihood_given_noise(
                 log_P = log_P[M[0]].expand_as(log_P)
             I = F(log_P, M)  # positions to unmask
             for ell in I:
-                log_p[ell] = float(log_P[ell, x[ell]])
+                log_p[ell] = log_P[ell, x[ell]].item()
                 ll += log_p[ell]  # accumulate
                 z[ell] = x[ell]  # reveal token
             sigma.append(I)
@@ -181,7 +181,7 @@ def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, draws: Sequence[Dra
                 continue
             weight = len(block) / len(M) if t is None else 1 / t
             log_P = log_P_at(frozenset(M))
-            value += weight * math.fsum(float(log_P[ell, x[ell]]) for ell in M)
+            value += weight * math.fsum(log_P[ell, x[ell]].item() for ell in M)
         values.append(value)
     return values
 
@@ -225,7 +225,7 @@ def over_orders(
             if not M:
                 return 0.0
             log_P = log_P_at(M)
-            next_steps = [float(log_P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)]
+            next_steps = [log_P[ell, x[ell]].item() + value(M - {ell}) for ell in sorted(M)]
             return combine(next_steps)
 
         return value(frozenset(block))
