@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -111,7 +112,7 @@ def _prompts(evaluation: Evaluation, batch: Batch, of_texts: str) -> list[Prompt
     generators: dict[Settings, Generator] = {}
     prompts: list[Prompt] = []
     tasks_of: dict[str, list[str]] = {}  # of each warning: the tasks that it is about
-    cut_before = evaluation.text.cut_contexts
+    cut: Counter[str] = Counter()  # truncated prompts, by task
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
@@ -121,7 +122,10 @@ def _prompts(evaluation: Evaluation, batch: Batch, of_texts: str) -> list[Prompt
                 is_scored = evaluation.trace is not None  # log-probabilities go nowhere else
                 generators[settings] = Generator(evaluation.sampler, evaluation.text, settings, seed, is_scored)
             generator = generators[settings]
+            cut_before = evaluation.text.cut_contexts
             window = generator.prompt(request.args[0])
+            if evaluation.text.cut_contexts > cut_before:
+                cut[str(request.task_name)] += 1
         evaluation.stats.generated.add(_description(evaluation, settings))
         for note in generator.notes:
             tasks_of.setdefault(note, []).append(str(request.task_name))
@@ -131,9 +135,9 @@ def _prompts(evaluation: Evaluation, batch: Batch, of_texts: str) -> list[Prompt
 
     for note, tasks in tasks_of.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
-    cut = evaluation.text.cut_contexts - cut_before
     if cut:
-        log.warning("%d prompts were truncated from the left to make room for max_gen_toks positions", cut)
+        log.warning("%d prompts were truncated from the left to make room for max_gen_toks positions", cut.total())
+        evaluation.stats.cut_contexts.update(cut)
     return prompts
 
 

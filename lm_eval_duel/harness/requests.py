@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.audit.verify import OTHER_TEXTS
@@ -103,24 +103,30 @@ def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
 # ---------------------------------------------------------------- windows
 
 
-def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:
-    """The window of each (context, continuation); logs how many contexts were truncated."""
-    cut_before = text.cut_contexts
+def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> tuple[list[list[Window]], Counter[str]]:
+    """The window of each (context, continuation), and how many contexts of each task were truncated.
+
+    The log says how many.
+    """
     merged_before = text.merged_borders
     has_gaps = any(isinstance(request.args[1], Gap) for request in requests)
     windows = []
+    cut: Counter[str] = Counter()
     for request in requests:
+        cut_before = text.cut_contexts
         with naming(name(request)):
             windows.append([text.pair(*request.args)])
+        if text.cut_contexts > cut_before:
+            cut[str(request.task_name)] += 1
 
-    cut = text.cut_contexts - cut_before
     if cut:
         log.warning(
-            "%d of %d contexts were longer than max_length=%d and truncated from the left%s",
-            cut,
+            "%d of %d contexts were longer than max_length=%d and truncated from the left%s%s",
+            cut.total(),
             len(windows),
             text.denoiser.max_length,
             " (the text after a gap: from the right)" if has_gaps else "",
+            _of_tasks(cut, requests),
         )
     merged = text.merged_borders - merged_before
     if merged:
@@ -130,7 +136,15 @@ def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> lis
             len(windows),
             " or with the text after the gap" if has_gaps else "",
         )
-    return windows
+    return windows, cut
+
+
+def _of_tasks(cut: Counter[str], requests: Iterable[Instance]) -> str:
+    """The number of contexts of each task that were truncated, for a message; empty if all requests are of one task."""
+    if len({request.task_name for request in requests}) == 1:
+        return ""
+    listed = ", ".join(f"{count} of {task}" for task, count in cut.items())
+    return f": {listed}"
 
 
 def difference_from_hf(text: TextEncoder, kind: str, windows: Sequence[Sequence[Window]], bos_is_chosen: bool) -> str:

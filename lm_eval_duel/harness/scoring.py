@@ -73,7 +73,6 @@ class Evaluation:
         self.stats = RunStats()
         self.gathered: list[RunStats] | None = None  # the statistics of all ranks
         # The encoder counts as long as the model lives; an evaluation reports what was added since it began.
-        self.cut_before = text.cut_contexts
         self.merged_before = text.merged_borders
         self.started: int | None = None  # when its first request was asked, by time.monotonic_ns
 
@@ -98,7 +97,8 @@ class Evaluation:
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and True if decoding would write it."""
         batch = Batch.from_requests(requests)
-        windows = continuation_windows(self.text, batch.requests)
+        windows, cut = continuation_windows(self.text, batch.requests)
+        self.stats.cut_contexts.update(cut)
         self._log_difference_from_hf("loglikelihood", windows)
         answers = Scoring(self, "loglikelihood", batch.requests, windows).answers()
         return batch.spread([(answer, answer.is_greedy) for answer in answers])
@@ -259,7 +259,6 @@ class Evaluation:
         """The statistics of this rank."""
         counts = dataclasses.asdict(self.counts)
         phases = counts.pop("phases")
-        counts["cut_contexts"] = self.text.cut_contexts - self.cut_before
         counts["merged_borders"] = self.text.merged_borders - self.merged_before
         return dataclasses.replace(
             self.stats,

@@ -98,6 +98,7 @@ class RunStats:
 
     tasks: dict[str, TaskStats] = dataclasses.field(default_factory=dict)
     counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # summed over ranks
+    cut_contexts: Counter[str] = dataclasses.field(default_factory=Counter)  # truncated contexts and prompts, by task
     generated: set[str] = dataclasses.field(default_factory=set)  # descriptions of generation settings
     seconds: float = 0.0  # in the estimator
     peak_memory: int = 0  # bytes
@@ -134,6 +135,7 @@ class RunStats:
             self.tasks.setdefault(task, TaskStats()).merge(stats)
         for name, count in other.counts.items():
             self.count(name, count)
+        self.cut_contexts.update(other.cut_contexts)
         self.generated |= other.generated
         self.seconds = max(self.seconds, other.seconds)
         self.peak_memory = max(self.peak_memory, other.peak_memory)
@@ -235,6 +237,7 @@ class RunStats:
             "ranks": self.ranks,
             "balance": balance(self.shares),
             **self.counts,
+            "cut_contexts": dict(sorted(self.cut_contexts.items())),
             "mean_nfe": nfe / windows if nfe is not None and windows else None,
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds if tokens is not None and self.seconds else None,

@@ -18,7 +18,7 @@ from lm_eval_duel.results.runs import Run, parts_of_average
 from lm_eval_duel.results.table import Note
 
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
-FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by these"
+FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by the log-likelihoods"
 STOCK = ("hf", "hf-auto", "huggingface")  # models of the harness that take add_bos_token
 EQUAL = "equal in every document"
 WITHOUT_BOS = (
@@ -40,11 +40,9 @@ def about_bos(run: Run, others: Iterable[Run]) -> str:
     return WITHOUT_BOS if with_bos else ""
 
 
-def about_contexts(run: Run, others: Iterable[Run]) -> str:
-    """A remark on a result that had contexts cut, if those of one of others were not cut alike; empty otherwise."""
-    if all(match.are_contexts_alike(run, other) for other in others):
-        return ""
-    return match.cut_contexts(run) if run.config.duel.get("cut_contexts") else ""
+def about_contexts(run: Run, name: str) -> str:
+    """A remark on a result of which contexts were cut; empty for others."""
+    return match.cut_contexts(run, name) if run.cut_contexts(name) else ""
 
 
 def remark(run: Run, name: str, metric: str) -> str:
@@ -206,7 +204,7 @@ def _with_values(name: str, pair: AveragePair, scores: Mapping[Run, Scores], dra
         return dataclasses.replace(pair, reason=reason)
     difference = first.scores(name)[metric][0] - second.scores(name)[metric][0]
     scores_of_first = scores[first].get(metric, {})
-    reason = _no_interval(scores_of_first, scores[second].get(metric, {}))
+    reason = _no_interval(name, metric, runs, scores)
     if reason:
         return dataclasses.replace(pair, difference=difference, reason=reason)
     distinct = _distinct(scores_of_first)
@@ -251,20 +249,26 @@ def _documents_of(scores: Scores, metric: str) -> Set[str]:
     return scores.get(metric, of_another).keys()
 
 
-def _no_interval(first: dict[str, float], second: dict[str, float]) -> Note:
+def _no_interval(name: str, metric: str, runs: tuple[Run, Run], scores: Mapping[Run, Scores]) -> Note:
     """The reason that two runs of the same documents have no paired interval; empty if they have the scores of each."""
-    if not (first and second):
-        return Note("no interval: a run has no samples with this mean", "run lm_eval with --log_samples")
-    if len(first) < 2:
-        return Note("no interval from one document")
+    for run in runs:
+        of_documents = scores[run].get(metric, {})
+        if not of_documents and not read.has_samples(run.file, name):
+            return Note("no interval: a run has no samples", "run lm_eval with --log_samples")
+        if not of_documents:
+            return Note(f"no interval: {metric} is no mean over the documents of the samples")
+        if len(of_documents) < 2:
+            return Note("no interval from one document")
     return Note()
 
 
-def _doubt(name: str, metric: str, runs: Sequence[Run]) -> str:
+def _doubt(name: str, metric: str, runs: tuple[Run, Run]) -> str:
     """The reasons not to say which of two runs is better in an average, whatever its interval; empty without any."""
     doubts: dict[str, None] = {}
+    cut_alike = match.are_contexts_alike(*runs, name)
     for run in runs:
-        doubts |= dict.fromkeys([remark(run, name, metric), about_contexts(run, runs), *run.doubts])
+        of_contexts = "" if cut_alike else about_contexts(run, name)
+        doubts |= dict.fromkeys([remark(run, name, metric), of_contexts, *run.doubts])
     return "; ".join(filter(None, doubts))
 
 

@@ -180,6 +180,7 @@ def task(
         if row in described:
             notes_of_task.append(described[row])
     notes_of_task += notes.precision(compared)
+    notes_of_task += notes.contexts(name, compared)
     windows = notes.windows(name, compared)
     notes_of_task.append(windows)
     notes_of_task += dict.fromkeys([*left_out, *table.notes])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results.runs import Run, Task
 from lm_eval_duel.results.table import number
 
@@ -221,8 +221,9 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
             remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
             # Other tokens fill windows with other texts; of the same tokens, windows can be equal.
             result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy, of_tokens=not tokens))
-    elif not are_contexts_alike(first, second):
-        result.append(Difference("contexts", cut_contexts(first), cut_contexts(second), "raise max_length"))
+    elif not are_contexts_alike(first, second, name):
+        cuts = [cut_contexts(run, name) for run in (first, second)]
+        result.append(Difference("contexts", *cuts, "raise max_length"))
     return result
 
 
@@ -259,19 +260,19 @@ def _remedy_of_few(runs: Sequence[Run]) -> str:
     return f"score again {' and '.join(arguments)}, and name the new results instead"
 
 
-def are_contexts_alike(first: Run, second: Run) -> bool:
-    """True if no context of two runs was cut, or equally many, at the same length and with the same tokenizer."""
-    count = first.config.duel.get("cut_contexts") or 0
-    other_count = second.config.duel.get("cut_contexts") or 0
+def are_contexts_alike(first: Run, second: Run, name: str) -> bool:
+    """True if no context of a task was cut, or equally many, at the same length and with the same tokenizer."""
+    count = first.cut_contexts(name)
+    other_count = second.cut_contexts(name)
     if not count and not other_count:
         return True
     same_tokenizer = _tokenizer(first) == _tokenizer(second)
     return same_tokenizer and (count, first.capacity) == (other_count, second.capacity)
 
 
-def cut_contexts(run: Run) -> str:
-    """The contexts that a run of ours has cut, for messages."""
-    return f"{run.config.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}"
+def cut_contexts(run: Run, name: str) -> str:
+    """The contexts of a task that a run of ours has cut, for messages."""
+    return f"{counted(run.cut_contexts(name), 'context')} cut at {run.max_length}"
 
 
 def _twin(first: Run, second: Run) -> str:

@@ -79,6 +79,15 @@ def precision(compared: Sequence[Run]) -> list[str]:
     return notes
 
 
+def contexts(name: str, compared: Sequence[Run]) -> list[str]:
+    """Notes on contexts that were cut, each once."""
+    notes: dict[str, None] = {}
+    for run in compared:
+        if run.cut_contexts(name):
+            notes[f"{run.label}: {match.cut_contexts(run, name)}"] = None
+    return list(notes)
+
+
 def windows(name: str, compared: Sequence[Run]) -> str:
     """A note on how the documents of a task were cut, and whether alike in all runs."""
     cuts: dict[str, dict[str, None]] = {}

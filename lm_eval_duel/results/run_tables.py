@@ -136,11 +136,11 @@ def average(run: Run, name: str, metric: str) -> Cell:
 
 
 def average_with_doubts(run: Run, name: str, metric: str, shown: Sequence[Run]) -> Cell:
-    """The same, with what puts the run in doubt, or sets it apart from those that are `shown` beside it."""
+    """The same, with what puts the run in doubt, the contexts it cut, and what sets it apart from those `shown`."""
     text, remark = split(average(run, name, metric))
     if not text:
         return ""
-    apart = [averages.about_bos(run, shown), averages.about_contexts(run, shown)]
+    apart = [averages.about_bos(run, shown), averages.about_contexts(run, name)]
     return text, Note.joined([remark, *map(Note, apart), *map(Note, run.doubts)])
 
 

@@ -313,6 +313,10 @@ class Run:
         """True if it holds anything that tables show."""
         return any(task.metrics or task.scores for task in self.every_task.values())
 
+    def cut_contexts(self, name: str) -> int:
+        """The number of contexts or prompts of a task that were cut to fit into a row."""
+        return self.config.duel.get("cut_contexts", {}).get(name, 0)
+
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
         file = self.short_name

@@ -61,6 +61,11 @@ def _strings(entries: Json | None) -> dict[str, str]:
     return strings
 
 
+def _counts(entries: Json) -> dict[str, int]:
+    """A count of each task."""
+    return {name: count(number) for name, number in entries.items()}
+
+
 def _versions(entries: Json) -> dict[str, str]:
     """The versions of packages; that of one without any is unknown."""
     versions = {}
@@ -132,7 +137,8 @@ VERIFY: Types = {  # entries of config.duel.verify
 DUEL: Types = {  # entries of config.duel
     **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
     **dict.fromkeys(("pretrained", "trace"), text_or_none),
-    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), count),
+    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity"), count),
+    "cut_contexts": _counts,
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), count),
     **dict.fromkeys(("decisions_checked", "decisions_differing"), count),
     **dict.fromkeys(("generated", "verify_failed"), _texts),

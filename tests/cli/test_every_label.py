@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -210,7 +211,7 @@ def test_the_first_documents_of_tasks_and_files_are_timed(monkeypatch, tmp_path)
         return [window(f"whole {request.n}") for request in asked]
 
     def gaps(text, asked):
-        return [window(f"gap {request.n}") for request in asked]
+        return [window(f"gap {request.n}") for request in asked], Counter()
 
     monkeypatch.setattr(requests, "document_windows", whole)
     monkeypatch.setattr(requests, "continuation_windows", gaps)

@@ -48,7 +48,7 @@ def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
     asked = ask("loglikelihood", (ALPHABET, " a b"), (ALPHABET, " c"), ("a", "b"), ("a", " b"))
     whole = model()
     values = whole.loglikelihood(asked)
-    assert results_of(whole)["cut_contexts"] == 2
+    assert results_of(whole)["cut_contexts"] == {"toy": 2}
     assert results_of(whole)["merged_borders"] == 1
 
     cached(model(), tmp_path).loglikelihood(asked)
@@ -56,7 +56,7 @@ def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
         again = cached(model(), tmp_path)
         assert again.loglikelihood(asked[first:]) == values[first:]
         assert again.lm.estimator.counts.windows == 0
-        assert results_of(again)["cut_contexts"] == cut_contexts
+        assert results_of(again)["cut_contexts"] == {"toy": cut_contexts}
         assert results_of(again)["merged_borders"] == 1
 
 

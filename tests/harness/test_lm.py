@@ -94,7 +94,7 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
     assert answers[0] == by_hand(lm, "e f g h", "x y")
     messages = [record.message for record in caplog.records]
     assert messages.count("2 of 3 contexts were longer than max_length=8 and truncated from the left") == 1
-    assert lm.get_model_info()["duel"]["cut_contexts"] == 2
+    assert lm.get_model_info()["duel"]["cut_contexts"] == {"toy": 2}
     with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
         lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")))
 
@@ -125,7 +125,13 @@ def test_model_info_is_for_the_results_file(folder):
     expected = {
         **{"estimator": "duel", "rule": "greedy:k=1", "block": 4, "ranks": 1},
         **{"windows": 4, "tokens": 13, "nfe": 13, "mean_nfe": 13 / 4},  # equal windows count once
-        **{"cut_contexts": 1, "empty_requests": 1, "longest_document": 9, "row_capacity": 6, "all_mask_starts": 0},
+        **{
+            "cut_contexts": {"toy": 1},
+            "empty_requests": 1,
+            "longest_document": 9,
+            "row_capacity": 6,
+            "all_mask_starts": 0,
+        },
         "weights": info["spec"]["weights"],
     }
     cost = info["duel"]

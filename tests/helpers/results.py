@@ -217,7 +217,7 @@ def ours(
         "attention": attention,
         "weights": spec["weights"],
         "bos": spec["special_tokens"].rpartition("bos=")[2],
-        "cut_contexts": 0,
+        "cut_contexts": {},
         "trace": None,
         "ranks": 1,
         "device": "cpu",

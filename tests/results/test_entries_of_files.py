@@ -9,8 +9,10 @@ from results import documents, hf, ours, per_token, put
 from results import report as run
 from results import rows as rows_of
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.cli.report import parse
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import match, order, read, rows, runs, schema
+from lm_eval_duel.results.report import collect
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.tasks.data import TOKENS
 
@@ -276,13 +278,16 @@ def test_scored_positions(bos):
 def test_contexts_that_were_not_cut_alike_make_a_difference(tmp_path, counts):
     for count in counts:
         answers = {"configs": {"sotu": {"output_type": "loglikelihood"}}}
-        ours(tmp_path, docs=DOCS, duel={"cut_contexts": count}, **answers)
+        ours(tmp_path, docs=DOCS, duel={"cut_contexts": {"sotu": count, "other": 3}}, **answers)
 
     differences = match.differences(*read.runs([tmp_path]), "sotu")
 
     fields = [difference.field for difference in differences]
     first, second = counts
     assert fields == ([] if first == second else ["contexts"])
+    notes_of_task = collect(parse([str(tmp_path), "--as_published", "--out", "unused"])).tasks["sotu"].notes
+    expected = {f"MDLM: {counted(count, 'context')} cut at 1025" for count in counts if count}
+    assert {note for note in notes_of_task if "cut at" in note} == expected
 
 
 @pytest.mark.parametrize("sizes", [((20, 40, 30), (20, 40, 30)), ((20, 40, 30), (40, 20, 30))])

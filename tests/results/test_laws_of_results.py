@@ -278,6 +278,7 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
         spec={"tokenizer": "one", **spec},
         tasks={"t": SimpleNamespace(rolling=False)},
         every_task={"t": SimpleNamespace(unknown=0)},
+        cut_contexts=lambda name: 0,
     )
     return Row(
         run=run,
