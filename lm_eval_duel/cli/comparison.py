@@ -11,7 +11,7 @@ from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import baseline, columns, compare, match, read, stats, traced
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Run, size_in_words
 from lm_eval_duel.results.table import spaced
 
 CUT_APART = "texts longer than a window are cut at different places"
@@ -86,7 +86,7 @@ def _infinities(scored: Sequence[ScoredModel]) -> list[str]:
 
 def _sizes(scored: Sequence[ScoredModel]) -> Iterator[str]:
     """Lines on what was scored: the number of documents and tokens, and each model with its fingerprint."""
-    documents = counted(len(scored[0].lines), "document")
+    documents = size_in_words(len(scored[0].lines), scored[0].available)
     tokens = [counted(model.total.tokens, "token") for model in scored]
     each_once = ", ".join(dict.fromkeys(tokens))
     yield f"{documents}, {each_once}"

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     rank, ranks = process()
     with usage():
-        texts = files.texts(options.file, options.field, options.lines)[: options.limit]
+        every_text = files.texts(options.file, options.field, options.lines)
+        texts = every_text[: options.limit]
         if rank == 0:
             files.warn_of_unused(options.file, options.field, options.lines)
         if len(texts) < ranks:
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         for model in options.models:
             with model.naming_conflicts():
                 lm = DuelMDM(**model.args)
-            scored_model = score(lm, texts)
+            scored_model = score(lm, texts, len(every_text))
             if scored_model is None:
                 continue  # another process prints and writes
             scored.append(scored_model)

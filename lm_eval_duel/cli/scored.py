@@ -63,6 +63,7 @@ class ScoredModel:
     estimator: str
     lines: list[Line]
     total: Line
+    available: int  # documents without --limit
 
     @property
     def kind(self) -> str:
@@ -110,6 +111,7 @@ class ScoredModel:
             "estimator": self.estimator,
             "kind": self.kind,
             "note": self.note,
+            "available_documents": self.available,
             "documents": [line.figures() for line in self.lines],
             "total": {**self.total.figures(), "bits_per_byte_documents_stderr": self.documents_stderr},
             "duel": self.info["duel"],
@@ -203,8 +205,11 @@ def _rate(metric: str, drawn: bool) -> Callable[[Line], str]:
     return cell
 
 
-def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
-    """The scores of texts under a model of the harness; None on ranks other than the first."""
+def score(lm: DuelMDM, texts: Sequence[files.OwnText], available: int) -> ScoredModel | None:
+    """The scores of texts under a model of the harness; None on ranks other than the first.
+
+    `available`: the number of texts without --limit.
+    """
     from lm_eval_duel.harness.requests import make_request
     from lm_eval_duel.text.annotated import FILE
 
@@ -239,7 +244,7 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
         by_index |= lines
     in_order = [by_index[n] for n in range(len(texts))]
     error = lm.evaluation.total().tasks[TASK].total.stderr  # not from the lines: equal windows share their draws
-    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, _total(in_order, error))
+    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, _total(in_order, error), available)
 
 
 def _total(lines: Sequence[Line], error: float | None) -> Line:

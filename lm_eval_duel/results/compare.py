@@ -181,6 +181,7 @@ def task(
             notes_of_task.append(described[row])
     notes_of_task += notes.precision(compared)
     notes_of_task += notes.contexts(name, compared)
+    notes_of_task += notes.copies(table.rows)
     windows = notes.windows(name, compared)
     notes_of_task.append(windows)
     notes_of_task += dict.fromkeys([*left_out, *table.notes])

@@ -75,7 +75,7 @@ def _reason_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> s
         for difference in [*of_documents, *differences(member, run, name)]:
             if metric != PER_TOKEN and difference.is_of_tokenizers:
                 continue  # words and bytes are the same for every tokenizer
-            there = f"{difference.second} here, {difference.first} in the first table of {name}"
+            there = f"{difference.second} here, {difference.first} in {member.name}"
             return f"{difference.field}: {there}"
     return ""
 

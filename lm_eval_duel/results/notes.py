@@ -88,6 +88,15 @@ def contexts(name: str, compared: Sequence[Run]) -> list[str]:
     return list(notes)
 
 
+def copies(shown: Sequence[Row]) -> list[str]:
+    """A note on documents that are copies of others, or none."""
+    for row in shown:
+        if row.documents and row.distinct < len(row.documents):
+            distinct = counted(row.distinct, "distinct document")
+            return [f"{distinct} among {len(row.documents)}: copies count as one in errors"]
+    return []
+
+
 def windows(name: str, compared: Sequence[Run]) -> str:
     """A note on how the documents of a task were cut, and whether alike in all runs."""
     cuts: dict[str, dict[str, None]] = {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import counted
-from lm_eval_duel.results import columns, gaps, published, rerun, run_tables
+from lm_eval_duel.results import columns, published, rerun, run_tables
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.page_columns import cells_of, columns_of, marked, remarks_of, with_minus_signs
 from lm_eval_duel.results.ranks import TIED
@@ -73,6 +73,7 @@ def html(report: Report, title: str | None) -> str:
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         kinds=_legend(rows),
+        estimators=_estimators(rows),
         switches=_switches(report),
         hidden=hidden,
         columns=shown,
@@ -160,6 +161,16 @@ def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     return meanings
 
 
+def _estimators(rows: Sequence[Standing]) -> dict[str, str]:
+    """The estimators on the page by their names in tables, and what each is, unless the kinds of results say so."""
+    shown: dict[str, str] = {}
+    for row in rows:
+        entry = row.method.named.entry
+        if row.method.rows and not entry.causal and entry.kind.is_likelihood:
+            shown[entry.title] = entry.what.replace("`", "")
+    return shown
+
+
 def _switches(report: Report) -> dict[str, str]:
     """The groups of columns that can be hidden, and what each is called."""
     units = _units(report)
@@ -201,7 +212,7 @@ def notes(report: Report) -> list[str]:
 
 
 def _differences(report: Report) -> list[tuple[str, str, Table]]:
-    """The other paired differences as in report.md: a heading, what the table has, and itself."""
+    """The tables of paired differences of report.md: a heading, what the table has, and itself."""
     tables = []
     for name, task in report.tasks.items():
         for kind, table in columns.of_task(task):
@@ -209,7 +220,7 @@ def _differences(report: Report) -> list[tuple[str, str, Table]]:
             if kind == "cache":
                 tables.append((f"{name}: {table.title}", counted(count, "row"), table))
             elif kind == "pairs":
-                title = f"{name}: Further paired differences, {gaps.difference_unit(task.metric)}"
+                title = f"{name}: {table.title}"
                 tables.append((title, f"{count} of {counted(task.possible_pairs, 'pair')} of rows", table))
     for name, pairs in report.average_pairs.items():
         if pairs:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
 
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "date")  # columns of no numbers
+NFE = "network evaluations of the rule, over tokens"
 WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 
 
@@ -90,7 +91,7 @@ def columns_of(report: Report) -> list[Column]:
             shown.append(_average_column(name, metric, report.runs))
     return [
         *shown,
-        Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
+        Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost", about=NFE),
         Column("seconds per token", _seconds, "time", about=run_tables.WALL_TIME),
         Column("device", lambda row: row.method.device, "source"),
         Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
@@ -174,7 +175,8 @@ def _closed_column(name: str, task: Comparison) -> Column:
     head = f"{name} gap closed, %"
     if not any(each.closed.distinguishable is not None for each in task.rows):
         return Column(head, lambda row: "", "closed")
-    return Column(head, columns.on_task(name, _closed), "closed", columns.on_task(name, columns.closed_interval))
+    about = "the share of the ELBO's gap to the baseline that DUEL closes"
+    return Column(head, columns.on_task(name, _closed), "closed", columns.on_task(name, columns.closed_interval), about)
 
 
 def _value(each: ComparedRow) -> Cell:

@@ -77,7 +77,9 @@ def files(places: Iterable[str | Path]) -> list[Path]:
             missing = f"No file or folder {place}"
             if place.is_dir():
                 missing = f"No results_*.json (or *_DATE.json) in {place} or below"
-            raise DuelError(f"{missing}; name results_*.json files of lm_eval, or folders that hold them.")
+            raise DuelError(
+                f"{missing}; name results_*.json files of lm_eval, folders that hold them, or files of score --json."
+            )
         paths += inside
     each_once: dict[Path, Path] = {}
     for path in paths:  # named as the user does: a report then tells no more of the user's folders than the command
@@ -340,7 +342,7 @@ def read_of_score(file: Path, content: Json) -> Run:
         "scored": _scored(content["documents"]),
         "config": config,
         "results": {"score": results},
-        "n-samples": {"score": {"effective": len(documents.numbers)}},
+        "n-samples": {"score": {"effective": len(documents.numbers), "original": content.get("available_documents")}},
     }
     return run_of(file, as_of_lm_eval, documents)
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -148,6 +148,9 @@ def collect(options: argparse.Namespace) -> Report:
     if options.page:
         documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
         notes += problems
+        for document in documents:
+            of_task = [run for run in shown if document["task"] in run.every_task]
+            document["task"] = _label(document["task"], of_task)
     average_pairs = {}
     for name in _scored(shown):
         in_order = order.rows_of_averages(shown, name, baselines)
@@ -198,10 +201,8 @@ def _compare_tasks(
         runs = [run for run in shown if name in run.tasks]
         metric = compare.shared_metric(name, options.metric, runs)
         groups = _groups(name, metric, runs, baselines) if options.apart else [(runs, "")]
-        for n, (members, difference) in enumerate(groups, 1):
-            label = _label(name, members)
-            if n > 1:  # the first keeps its name, and its files theirs, when a result is added that stands apart
-                label = f"{label} ({n})"
+        for members, difference in groups:
+            label = _free_label(_label(name, members), tasks)
             if difference:
                 notes.append(Note(f"{label}: {difference}"))
             of_group: Sequence[Run] = [run for run in members if run in baselines]
@@ -248,6 +249,19 @@ def _label(name: str, runs: Sequence[Run]) -> str:
     """The name of a task in tables. Texts that `score` scored have the name of their file."""
     scored = {run.content.get("scored") for run in runs}
     return str(scored.pop() or name) if len(scored) == 1 else name
+
+
+def _free_label(label: str, taken: Container[str]) -> str:
+    """The label, with a number from 2 on if it is taken.
+
+    So the first table keeps its name, and its files theirs, when a result is added that stands apart.
+    """
+    numbered = label
+    number = 1
+    while numbered in taken:
+        number += 1
+        numbered = f"{label} ({number})"
+    return numbered
 
 
 def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run]) -> list[tuple[list[Run], str]]:

@@ -1,4 +1,4 @@
-"""The command that makes a result again, and the files of a user's rules that it needs."""
+"""The command that makes a result again, and the files of a user's rules and tasks that it needs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from lm_eval_duel.results.read import RESULTS, SCORE, reading
 from lm_eval_duel.results.runs import MODEL, Run
 from lm_eval_duel.results.standings import RankedMethod
 from lm_eval_duel.rules import RULES, is_rule
+from lm_eval_duel.tasks import metadata
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
 OUTPUT = ("--output_path", "results", "--log_samples")  # without samples, a report has no intervals
 SEPARATORS = ",=\"'{}[] "  # characters that key=value,... cannot have in a key or value
 IN_PYTHON = "no command: the model was made in Python"
-OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
+OWN_TEXTS = "no command: the texts are those of who made this page, scored by lm-eval-duel score"
+TASK_CONFIGS = "task_configs"  # the folder of the tasks of this package
+LM_EVAL = "lm_eval"  # the package that has the harness's
 
 
 def commands(method: RankedMethod) -> list[str]:
@@ -27,7 +30,7 @@ def commands(method: RankedMethod) -> list[str]:
 
 
 def needed(method: RankedMethod) -> list[str]:
-    """Sentences on the code of a user's rules, which the commands of a method need and this package does not have."""
+    """Sentences on a user's rules and tasks, which the commands of a method need and this package does not have."""
     sentences: dict[str, None] = {}
     for run in method.runs:
         digests = []
@@ -39,7 +42,18 @@ def needed(method: RankedMethod) -> list[str]:
             place, name, *_ = rule.split(":")
             what = "file" if place.endswith(".py") else "module"
             sentences[f"The command needs the {what} {place}, which defines the rule {name}{of_digests}."] = None
+        for name, file in _tasks_of_users(run):
+            sentences[f"The command needs --include_path with the folder of {file}, which defines {name}."] = None
     return list(sentences)
+
+
+def _tasks_of_users(run: Run) -> Iterator[tuple[str, str]]:
+    """The tasks that neither this package nor lm_eval defines, and the names of their files."""
+    for name in run.every_task:
+        written = run.content.get("configs", {}).get(name, {}).get("metadata") or {}
+        *folders, file = re.split(r"[/\\]", str(written.get("config_source", "")))
+        if file and TASK_CONFIGS not in folders and LM_EVAL not in folders:
+            yield name, file
 
 
 def _rules_of_users(run: Run) -> Iterator[str]:
@@ -86,6 +100,7 @@ def _flags(run: Run) -> dict[str, Any]:
     return {
         "--model_args": _model_args(run),
         "--tasks": ",".join(sorted(run.every_task)),
+        "--metadata": _metadata(run),
         "--num_fewshot": _num_fewshot(run),
         "--limit": _limit(config.get("limit")),
         "--seed": _seed(config),
@@ -104,6 +119,24 @@ def _model_args(run: Run) -> str:
     elif "trace" in arguments:
         arguments["trace"] = re.split(r"[/\\]", str(arguments["trace"]))[-1]
     return _joined(arguments)
+
+
+def _metadata(run: Run) -> str:
+    """The entries of --metadata about data, as JSON; empty without any.
+
+    lm_eval writes them for each task, with the model args and the task's own metadata.
+    """
+    of_tasks = []
+    for name in run.every_task:
+        written = run.content.get("configs", {}).get(name, {}).get("metadata") or {}
+        entries = {}
+        for key, value in written.items():
+            if key in metadata.KEYS and key not in run.config.model_args:
+                entries[key] = value
+        of_tasks.append(entries)
+    first, *others = of_tasks
+    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    return json.dumps(shared) if shared else ""
 
 
 def _limit(limit: Any) -> str:

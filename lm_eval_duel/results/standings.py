@@ -23,7 +23,10 @@ KINDS = {  # of a result, as `Value.word` has them, and AR: what each means
     AR: "an autoregressive model, exact",
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; ± is its own standard error",
-    "bound": "an upper bound of the perplexity: the true value is at or below it",
+    "bound": (
+        "an upper bound: the perplexity of the sampler that it bounds is at or below it; that of another one, such as "
+        "a sampler with a rule, may be above"
+    ),
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
     ORACLE: SEES_TARGETS,
 }

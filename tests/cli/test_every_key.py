@@ -50,7 +50,7 @@ def model(folder, name, value=None, tokens=TOKENS):
         unknown = n % 2
         lines.append(scored.Line(f"t.txt:{n}", stats.key_of(text), Value(nats, **value), count, words, size, unknown))
     error = ERROR if value else None
-    return scored.ScoredModel(info, estimator, lines, scored._total(lines, error))
+    return scored.ScoredModel(info, estimator, lines, scored._total(lines, error), len(lines))
 
 
 def written(folder, models):

@@ -332,7 +332,7 @@ def test_the_error_over_documents_is_that_of_a_ratio():
     assert total.words == 6
     assert total.bytes == 22
 
-    model = scored.ScoredModel({}, "duel", lines, total)
+    model = scored.ScoredModel({}, "duel", lines, total, len(lines))
     rate = 19.0 / 22
     squares = (6.0 - rate * 8) ** 2 + (10.0 - rate * 9) ** 2 + (3.0 - rate * 5) ** 2
     assert model.documents_stderr == pytest.approx(math.sqrt(3 / 2 * squares) / 22 / math.log(2))

@@ -17,10 +17,12 @@ from lm_eval_duel import Duel
 from lm_eval_duel.cli import comparison, score, scored
 from lm_eval_duel.cli.main import main as command
 from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.cli.report import parse as parse_report
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.report import collect
 from lm_eval_duel.rules import presets
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -259,6 +261,32 @@ def test_every_value_of_a_lattice_run_with_a_trace_has_an_interval(folder, texts
     assert "over windows" not in printed
 
 
+def test_a_report_of_limited_scores_says_how_many_documents_there_are_and_which_file(folder, tmp_path, capsys):
+    """Two files, whose texts are not the same, have tables apart, each with the name of its file alone."""
+    scores = []
+    trace = tmp_path / "trace.jsonl"
+    for name, text in (("one.txt", "a b c"), ("two.txt", "c b a")):
+        file = tmp_path / name
+        file.write_text("\n".join([text, "b c", "c a"]))
+        scores.append(str(tmp_path / f"{name}.json"))
+        words = ("--lines", "--limit", "2", "--json", scores[-1], "--trace", str(trace))
+        printed = run(
+            str(file), *words, "--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin", capsys=capsys
+        )
+        assert "2 of 3 documents" in printed
+        trace = tmp_path / "other_trace.jsonl"
+
+    content = collect(parse_report([*scores, "--apart", "--page", "--out", "unused"]))
+    assert {name: task.size for name, task in content.tasks.items()} == dict.fromkeys(
+        ["one.txt", "two.txt"], "2 of 3 documents"
+    )
+    [difference] = [str(note) for note in content.notes if str(note).startswith("two.txt: documents")]
+    assert scores[0] in difference
+
+    content = collect(parse_report([scores[0], "--page", "--out", "unused"]))
+    assert {document["task"] for document in content.documents} == {"one.txt"}
+
+
 def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):
     """Where only some have one; what a value lacks for an interval is named by an argument that `score` takes."""
     words = [texts, "--lines", "--model_args", f"pretrained={folder},block=4"]
@@ -396,6 +424,8 @@ def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folde
     printed = run(str(texts), "--lines", "--model_args", model, "--compare", "rule=margin", capsys=capsys)
 
     assert (comparison.TO_A_VERDICT in printed) == is_told
+    assert f"{distinct} distinct documents among {2 * stats.FEW}" in printed
+    printed = printed.replace(f"{distinct} distinct documents among", "")
     of_intervals = printed.count(f"{distinct} distinct document") - printed.count("no verdict from")
     assert of_intervals == is_told, "intervals and verdicts have one rule"
 
@@ -530,7 +560,7 @@ def test_two_samplers_of_one_estimator_are_told_apart():
         spec = {key: str(value) for key, value in presets.find(name).arguments.items()}
         line = scored.Line("total", "", Value(-3.0), 1, 1, 1, 0)
         info = {"spec": spec, "fingerprint": "", "duel": {"pretrained": "sdar"}}
-        [first, *_] = scored.ScoredModel(info, spec["estimator"], [line], line)._about()
+        [first, *_] = scored.ScoredModel(info, spec["estimator"], [line], line, 1)._about()
         described.add(first)
     assert len(described) == 2
 

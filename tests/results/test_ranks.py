@@ -10,6 +10,7 @@ import pytest
 from results import documents, hf, ours, put
 
 from lm_eval_duel.cli.report import parse
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import columns, gaps, page, ranks
 from lm_eval_duel.results.report import collect, markdown
 
@@ -123,6 +124,10 @@ def test_the_page_explains_what_is_on_it_only(tmp_path, estimators):
     assert ("±" in text) == ("elbo" in estimators)
     assert ("oracle" in text) == ("oracle" in estimators)
     assert ("no rank" in text) == bool(estimators)
+    shown = page.html(collect(parse([str(tmp_path), "--page", "--out", "unused"])), None)
+    for estimator in ("duel", "elbo", "mixture"):
+        what = registry.find(estimator).what.replace("`", "")
+        assert (what in shown) == (estimator in ("duel", *estimators))
 
 
 def test_a_report_says_how_many_pairs_it_leaves_out_and_how_to_get_them(content, tmp_path):
@@ -152,7 +157,7 @@ def test_differences_on_the_page_are_in_the_unit_of_the_values(content, tmp_path
     shown = page.html(collect(parse([str(tmp_path), "--page", "--out", "unused", "--metric", metric])), None)
 
     remarks = re.findall(r"paired differences of .log p over documents, in (\w+ per \w+)", shown)
-    headings = re.findall(r"[Ff]urther paired differences, (\w+ per \w+)", shown)
+    headings = re.findall(r"[Pp]aired differences, (\w+ per \w+)", shown)
     assert remarks
     assert headings
     assert {*remarks, *headings} == {unit}

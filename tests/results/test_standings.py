@@ -417,6 +417,29 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     assert args.output_path
 
 
+def test_the_command_of_a_row_names_the_data_of_its_tasks_and_a_sentence_their_files(tmp_path):
+    """lm_eval writes --metadata for each task, beside the model args and what the task's own file says."""
+    sources = {
+        "sotu": "/home/somebody/site-packages/task_configs/sotu.yaml",
+        "mine": "/home/somebody/tasks/mine.yaml",
+    }
+    file = ours(tmp_path, docs={name: documents(NATS, TOKENS) for name in sources})
+    given = {"files": "notes.txt", "lines": True}
+    for name, source in sources.items():
+        more = {"version": 1.0, "pretrained": "M", "config_source": source, "data_dir": name}
+        put(file, f"configs.{name}.metadata", given | more)
+    put(file, "config.model_args", {"pretrained": "M"})
+
+    [row] = board(file).standings.rows
+    [command] = rerun.commands(row.method)
+    words = shlex.split(command)
+    assert json.loads(words[words.index("--metadata") + 1]) == given
+    assert rerun.needed(row.method) == [
+        "The command needs --include_path with the folder of mine.yaml, which defines mine."
+    ]
+    assert "somebody" not in command
+
+
 # ---------------------------------------------------------------- published figures
 
 
