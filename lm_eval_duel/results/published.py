@@ -30,7 +30,8 @@ PAPER = "paper"  # on the command line: the paper's tables, which come with the 
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
-COLUMNS = (*NAMES, "task", "metric", "value", "stderr", "source", "recipes")
+COLUMNS = ("model", "estimator", "rule", "block", "cache", "task", "metric", "value", "stderr", "source", "note")
+RECIPES = "recipes"  # a column of the paper's file
 PUBLISHED = "published"
 MEASURED = "measured here"
 ONLY_PERPLEXITIES = (
@@ -56,7 +57,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
             if missing:
                 raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
             for column in reader.fieldnames:
-                if column and column not in COLUMNS:  # a spreadsheet may write empty columns
+                if column and column not in (*COLUMNS, RECIPES):  # a spreadsheet may write empty columns
                     raise DuelError(f"{name}: {unknown('column', column, COLUMNS)}")
             for line in reader:
                 try:
@@ -71,6 +72,10 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     figure: dict[str, Any] = {}
     for key in (*NAMES, *NEEDED, "stderr"):
         figure[key] = (line.get(key) or "").strip()
+        if key in NEEDED and not figure[key]:
+            raise DuelError(f"the column {key} is empty; needed are {', '.join(NEEDED)}.")
+    if figure["block"] not in ("", "none") and not figure["block"].isdecimal():
+        raise DuelError(f"the column block takes a whole number or none; got {figure['block']!r}.")
     if figure["metric"] not in METRICS:
         raise DuelError(f"{unknown('metric', figure['metric'], METRICS)} {ONLY_PERPLEXITIES}")
     _require_no_typo(figure["rule"])
@@ -176,14 +181,21 @@ def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(source: Mapping[str, Any]) -> Table:
-    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
+    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache.
+
+    A second figure of the same names and task has a row of its own.
+    """
     tasks: dict[str, None] = {}
-    rows: dict[tuple, dict[str, str]] = {}
+    rows: list[dict[str, str]] = []
     for figure in source["figures"]:
+        task = figure["task"]
         names = _names(figure)
-        row = rows.setdefault(tuple(names.values()), names)
-        row[figure["task"]] = _value(figure)
-        tasks[figure["task"]] = None
+        row = next((row for row in rows if names.items() <= row.items() and task not in row), None)
+        if row is None:
+            row = names
+            rows.append(row)
+        row[task] = _value(figure)
+        tasks[task] = None
 
     unit = WORDS[source["metric"]]
     *names_before, note = NAMES  # the note stands behind the tasks
@@ -192,7 +204,7 @@ def table(source: Mapping[str, Any]) -> Table:
         head = Head(f"{task}, {unit}", f"{PUBLISHED}, {unit}", task)
         columns[head] = lambda row, task=task: row.get(task, "")  # bound now: `task` changes with the loop
     columns |= _by_head([note])
-    return Table.from_records(f"{source['source']}: {unit}", rows.values(), columns, UNCHECKED)
+    return Table.from_records(f"{source['source']}: {unit}", rows, columns, UNCHECKED)
 
 
 def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | None:

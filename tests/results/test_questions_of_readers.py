@@ -159,6 +159,34 @@ def test_published_figures_in_another_unit_are_told_the_metric_that_sets_them_be
         assert [note for note in notes if "--metric" in note] == (expected if metric == "word_perplexity" else [])
 
 
+def test_two_published_figures_of_the_same_names_are_two_rows(tmp_path):
+    file = tmp_path / "p.csv"
+    figures(file, "a", "b", "a", value="30")
+    shown = published.table(published.by_source(published.read([str(file)]))[0])
+    assert [row.count("30") for row in shown.rows] == [2, 1]
+
+
+@pytest.mark.parametrize(("column", "wrong"), [("block", "four"), ("source", " "), ("model", "")])
+def test_a_published_figure_without_a_name_or_with_another_block_is_refused(tmp_path, column, wrong):
+    line = {
+        "model": "M",
+        "estimator": "duel",
+        "task": "a",
+        "metric": "perplexity",
+        "value": "3",
+        "source": "s",
+        "block": "4",
+    }
+    file = tmp_path / "p.csv"
+    for value, is_refused in ((line[column], False), (wrong, True)):
+        file.write_text("\n".join([",".join(line), ",".join((line | {column: value}).values())]))
+        if is_refused:
+            with pytest.raises(DuelError, match=f"line 2: the column {column}"):
+                published.read([str(file)])
+        else:
+            assert len(published.read([str(file)])) == 1
+
+
 def test_a_published_column_that_nobody_reads_is_an_error_with_the_nearest(tmp_path):
     file = tmp_path / "p.csv"
     figures(file, "sotu")
