@@ -9,7 +9,7 @@ from pathlib import Path
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import compare, files, match, page, published, read, trace
+from lm_eval_duel.results import baseline, compare, files, page, published, read, trace
 from lm_eval_duel.results.report import collect, console, write
 
 SHOWN = 3  # documents of a task on the page
@@ -93,7 +93,7 @@ def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
             raise DuelError(f"--ar {ar} is a model, not a file or folder. Name a file of its results: {listed}.")
         if of_model:
             others = dict.fromkeys(run.label for run in runs if run.config.autoregressive)
-            advice = match.TWIN.replace("it", "one", 1)
+            advice = baseline.how_to_make_one(runs)
             if others:
                 advice = f"RESULTS have those of {', '.join(others)}"
             raise DuelError(

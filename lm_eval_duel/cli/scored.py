@@ -13,6 +13,7 @@ from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.doubts import doubts, remarks
+from lm_eval_duel.results.runs import size_in_words
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -167,6 +168,8 @@ class ScoredModel:
         if self.documents_stderr is not None:
             bits = _rate("bits_per_byte", self._is_drawn)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
+        if len(self.lines) < self.available:
+            yield size_in_words(len(self.lines), self.available)
         distinct = len({line.key for line in self.lines})
         if distinct < len(self.lines):
             yield f"{counted(distinct, 'distinct document')} among {len(self.lines)}: copies count as one in errors"

@@ -231,8 +231,8 @@ ENTRIES = (  # in the order of tables
     Entry(
         "duel",
         "DUEL",
-        "the exact likelihood of the sampler that unmasks by `rule`; where the noise is random tokens, given that of "
-        "`noise_seed`",
+        "the exact likelihood of the sampler that unmasks by `rule`; where the noise is random tokens, given the "
+        "noise of `noise_seed`",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:DuelEstimator",
         ("rule", "block"),

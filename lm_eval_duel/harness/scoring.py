@@ -248,6 +248,9 @@ class Evaluation:
         if self.trace is None:
             return
         origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **about}
+        document = document_of(request)
+        if document != request.doc_id:  # the name of one of the user's texts
+            origin["document"] = document
         lines = []
         for part, (window, score) in enumerate(zip(windows, scores, strict=True)):
             lines.append({**origin, "window": part, **record(window, score, estimator)})

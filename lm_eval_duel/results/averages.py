@@ -14,16 +14,15 @@ from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import bootstrap, compare, gaps, match, order, read, rows, stats
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Run, parts_of_average
+from lm_eval_duel.results.runs import STOCK, Run, parts_of_average
 from lm_eval_duel.results.table import Note
 
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
 FROM_BOUND = "from a bound: options are ranked by bounds of their log-likelihoods, not by the log-likelihoods"
-STOCK = ("hf", "hf-auto", "huggingface")  # models of the harness that take add_bos_token
 EQUAL = "equal in every document"
 WITHOUT_BOS = (
     "its texts have a BOS only if the tokenizer adds one, and those of our results do; add_bos_token=True adds it to "
-    "--model hf, and bos=none leaves it out of ours"
+    "--model hf (in a run of its own, since of whole texts it would be scored), and bos=none leaves it out of ours"
 )
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 
@@ -41,7 +40,7 @@ def about_bos(run: Run, others: Iterable[Run]) -> str:
 
 
 def about_contexts(run: Run, name: str) -> str:
-    """A remark on a result of which contexts were cut; empty for others."""
+    """The number of contexts of a task that a run has cut, for remarks; empty if there are none."""
     return match.cut_contexts(run, name) if run.cut_contexts(name) else ""
 
 
@@ -256,7 +255,7 @@ def _no_interval(name: str, metric: str, runs: tuple[Run, Run], scores: Mapping[
         if not of_documents and not read.has_samples(run.file, name):
             return Note("no interval: a run has no samples", "run lm_eval with --log_samples")
         if not of_documents:
-            return Note(f"no interval: {metric} is no mean over the documents of the samples")
+            return Note(f"no interval: {metric} is not the mean of the samples' scores")
         if len(of_documents) < 2:
             return Note("no interval from one document")
     return Note()

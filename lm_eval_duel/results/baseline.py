@@ -86,6 +86,12 @@ def of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run
     return found
 
 
+def how_to_make_one(runs: Sequence[Run]) -> str:
+    """Advice to score an autoregressive model as the results of `runs` were scored."""
+    of_score = all("scored" in run.content for run in runs)
+    return match.TWIN_IN_SCORE if of_score else match.TWIN
+
+
 def _no_baseline(causal: Sequence[Run], runs: Sequence[Run], with_averages: Sequence[Run]) -> Note:
     """The reason that those of `runs` that are autoregressive are no baseline; empty if they are of one model.
 
@@ -97,9 +103,7 @@ def _no_baseline(causal: Sequence[Run], runs: Sequence[Run], with_averages: Sequ
         tasks = ",".join(dict.fromkeys(name for run in runs for name in run.tasks))
         return Note(f"No gaps: the results of {names} have no perplexity.", f"score it on them: --tasks {tasks}")
     if not models:
-        of_score = all("scored" in run.content for run in runs)
-        advice = match.TWIN_IN_SCORE if of_score else match.TWIN
-        return Note("No gaps: gap closed needs an autoregressive result.", advice)
+        return Note("No gaps: gap closed needs an autoregressive result.", how_to_make_one(runs))
     if len(models) == 1:
         return Note()
     several = f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())})."

@@ -125,7 +125,7 @@ def _gap(chosen: ComparedRow, form: str) -> str:
     error = f"{LEVEL}: {interval}"
     if not interval:
         stderr = plus_minus(closed.stderr, ".1f").strip()
-        error = ", ".join(filter(None, [stderr, "no interval: see the table"]))
+        error = ", ".join(filter(None, [stderr, "no interval"]))
     if closed.percent < 0:
         share = ", ".join(filter(None, [percent, error, closed.verdict]))
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {share})."

@@ -213,17 +213,21 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
         described = _described_tokenizer(first, name)
         other_described = _described_tokenizer(second, name)
         result.append(Difference(field, described, other_described, remedy, of_tokens=True))
-    if positions(first) != positions(second):
+    rolling = first.tasks[name].rolling
+    described, other_described = (positions(run, rolling) for run in (first, second))
+    if described != other_described:
         remedy = "run with bos=given (or none) on our side"
-        result.append(Difference("scored positions", positions(first), positions(second), remedy))
-    if first.tasks[name].rolling:
+        if first.scores_bos or second.scores_bos:
+            remedy = "run --model hf with add_bos_token=False"
+        result.append(Difference("scored positions", described, other_described, remedy))
+    if rolling:
         if not _same_windows(first, second, name, bool(tokens)):
             remedy = _same_windows_remedy([first, second]) or f"{twin}{SAME_WINDOWS}"
             # Other tokens fill windows with other texts; of the same tokens, windows can be equal.
             result.append(Difference(WINDOWS, windows_of(first), windows_of(second), remedy, of_tokens=not tokens))
     elif not are_contexts_alike(first, second, name):
-        cuts = [cut_contexts(run, name) for run in (first, second)]
-        result.append(Difference("contexts", *cuts, "raise max_length"))
+        cuts = [_described_contexts(run, name) for run in (first, second)]
+        result.append(Difference("contexts", *cuts, "raise max_length until none is cut"))
     return result
 
 
@@ -273,6 +277,13 @@ def are_contexts_alike(first: Run, second: Run, name: str) -> bool:
 def cut_contexts(run: Run, name: str) -> str:
     """The contexts of a task that a run of ours has cut, for messages."""
     return f"{counted(run.cut_contexts(name), 'context')} cut at {run.max_length}"
+
+
+def _described_contexts(run: Run, name: str) -> str:
+    """The contexts that a run has cut, and what decides where; the harness does not count those of other models."""
+    if not run.config.ours:
+        return "an unknown number cut"
+    return f"{run.cut_contexts(name)} cut at {run.max_length} ({run.capacity} positions, tokenizer {_tokenizer(run)})"
 
 
 def _twin(first: Run, second: Run) -> str:
@@ -333,10 +344,13 @@ def _described_tokenizer(run: Run, name: str) -> str:
     return f"{tokenizer} ({number(sum(counts.values()), '.0f')} tokens)"
 
 
-def positions(run: Run) -> str:
-    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
+def positions(run: Run, rolling: bool) -> str:
+    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise.
+
+    `rolling`: of whole texts, at whose start --model hf may score a BOS.
+    """
     if not run.config.ours:
-        return "the text"
+        return "a BOS and the text (add_bos_token=True)" if rolling and run.scores_bos else "the text"
     bos = bos_of(run)
     return "the text" if bos in ("given", "none") else f"bos={bos}"
 

@@ -67,7 +67,7 @@ def html(report: Report, title: str | None) -> str:
     )
     environment.filters["minus"] = with_minus_signs
     return environment.get_template("page.html").render(
-        title=title or ("Perplexity leaderboard" if report.tasks else "Accuracies"),
+        title=title or ("Perplexity leaderboard" if report.tasks else "Accuracies and other averages"),
         about=about(report),
         style=style,
         script=script,

@@ -60,6 +60,8 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
                 if column and column not in (*COLUMNS, RECIPES):  # a spreadsheet may write empty columns
                     raise DuelError(f"{name}: {unknown('column', column, COLUMNS)}")
             for line in reader:
+                if not any(line.values()):  # a spreadsheet may write empty rows, too
+                    continue
                 try:
                     figures.append({**_figure(line), "file": str(name)})
                 except DuelError as error:
@@ -74,8 +76,9 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
         figure[key] = (line.get(key) or "").strip()
         if key in NEEDED and not figure[key]:
             raise DuelError(f"the column {key} is empty; needed are {', '.join(NEEDED)}.")
-    if figure["block"] not in ("", "none") and not figure["block"].isdecimal():
-        raise DuelError(f"the column block takes a whole number or none; got {figure['block']!r}.")
+    is_block = figure["block"].isdecimal() and int(figure["block"]) > 0
+    if not is_block and figure["block"] not in ("", "none"):
+        raise DuelError(f"the column block takes a whole number from 1 on, or none; got {figure['block']!r}.")
     if figure["metric"] not in METRICS:
         raise DuelError(f"{unknown('metric', figure['metric'], METRICS)} {ONLY_PERPLEXITIES}")
     _require_no_typo(figure["rule"])
@@ -154,17 +157,16 @@ def without_results(figures: Iterable[Mapping[str, Any]], tasks: Iterable[str]) 
     return notes
 
 
-def in_other_units(figures: Iterable[Mapping[str, Any]], tasks: Iterable[Comparison]) -> list[Note]:
+def in_other_units(figures: Iterable[Mapping[str, Any]], tasks: Mapping[str, Comparison]) -> list[Note]:
     """Notes on the figures of a user's files that would stand beside the results with another --metric, each once."""
     notes: dict[Note, None] = {}
-    compared = [*tasks]
     for figure in figures:
         metric = figure["metric"]
-        for task in compared:
-            has_metric = all(metric in each.row.metrics for each in task.rows)
-            if figure["file"] == PAPER or figure["task"] != task.name or metric == task.metric or not has_metric:
+        has_metric = all(metric in each.row.metrics for task in tasks.values() for each in task.rows)
+        for label, task in tasks.items():
+            if figure["file"] == PAPER or metric == task.metric or not (has_metric and _is_of(figure, label, task)):
                 continue
-            stands = f"{WORDS[metric]} of {task.name} stands beside the results with --metric {metric}"
+            stands = f"{WORDS[metric]} of {label} stands beside the results with --metric {metric}"
             notes[Note(advice=f"--published {figure['file']}: {stands}")] = None
     return list(notes)
 
@@ -207,15 +209,20 @@ def table(source: Mapping[str, Any]) -> Table:
     return Table.from_records(f"{source['source']}: {unit}", rows, columns, UNCHECKED)
 
 
-def beside(task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | None:
+def _is_of(figure: Mapping[str, Any], label: str, task: Comparison) -> bool:
+    """True if a figure is of a task, which it names as the tables do or by its own name."""
+    return figure["task"] in (label, task.name)
+
+
+def beside(label: str, task: Comparison, sources: Iterable[Mapping[str, Any]]) -> Table | None:
     """The rows of a task, and below them the published figures of its metric, which have a column of their own.
 
-    None if no source has a figure of the task.
+    `label`: its name in tables. None if no source has a figure of the task.
     """
     figures = []
     for source in sources:
         for figure in source["figures"]:
-            if (figure["task"], figure["metric"]) == (task.name, task.metric):
+            if figure["metric"] == task.metric and _is_of(figure, label, task):
                 figures.append(figure)
     if not figures:
         return None

@@ -53,8 +53,13 @@ def compete(first: Row, second: Row) -> bool:
 
 
 def places(rows: Sequence[Row], draws: Draws) -> dict[Row, Place]:
-    """The places of the rows of a task that have a rank, lowest value first; equal values keep the order of `rows`."""
+    """The places of the rows of a task that have a rank, lowest value first; equal values keep the order of `rows`.
+
+    A single row has none.
+    """
     ranked = [row for row in rows if may_rank(row.score) and math.isfinite(row.value)]
+    if len(ranked) < 2:  # there is nothing to be ranked among
+        return {}
     ranked.sort(key=lambda row: row.value)
     places_of_rows = {}
     for n, row in enumerate(ranked):

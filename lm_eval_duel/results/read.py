@@ -30,6 +30,7 @@ from lm_eval_duel.results.runs import (
     Run,
     Task,
     average_name,
+    file_of,
     model_label,
     parts_of_average,
     pretrained_of,
@@ -351,8 +352,7 @@ def _scored(documents: Iterable[Mapping[str, Any]]) -> str:
     """The name of the file whose texts were scored, or of the first and the number of the others."""
     names: dict[str, None] = {}
     for entry in documents:
-        file = re.sub(r":\d+$", "", str(entry["document"]))  # without the number of a line
-        names[Path(file).name] = None
+        names[file_of(str(entry["document"]))] = None
     if not names:
         return ""
     first, *others = names

@@ -86,7 +86,7 @@ class Report:
         for name, task in self.tasks.items():
             for kind, table in columns.of_task(task):
                 yield name, kind, table
-            beside = published.beside(task, self.published)
+            beside = published.beside(name, task, self.published)
             if beside:
                 yield name, "published", beside
         for name in self.scored:
@@ -141,16 +141,13 @@ def collect(options: argparse.Namespace) -> Report:
     for run in runs:
         tasks_of_runs |= dict.fromkeys(run.every_task)
     notes += published.without_results(options.published, tasks_of_runs)
-    notes += published.in_other_units(options.published, tasks.values())
+    notes += published.in_other_units(options.published, tasks)
     if options.figures and not figures.available():
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []
     if options.page:
         documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
         notes += problems
-        for document in documents:
-            of_task = [run for run in shown if document["task"] in run.every_task]
-            document["task"] = _label(document["task"], of_task)
     average_pairs = {}
     for name in _scored(shown):
         in_order = order.rows_of_averages(shown, name, baselines)
@@ -209,6 +206,9 @@ def _compare_tasks(
             if options.apart and not of_group:
                 of_group, note = baseline.find(members)
                 of_tables += of_group
+                if note.advice:
+                    in_windows = f"with the documents and windows of this table ({match.size_of_windows(members[0])})"
+                    note = Note(note.fact, f"{note.advice}, {in_windows}")
                 notes.append(note.after(f"{label}: "))
             tasks[label] = compare.task(name, members, of_group, metric, options.as_published, options.pairs)
             notes.append(_other_pairs(label, len(tasks[label].pairs), tasks[label].possible_pairs))
@@ -292,7 +292,7 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     for of_task in report.headlines.values():
         for line in of_task:
             lines.append(f"- {line}")
-    title = "How far from autoregressive?" if report.tasks else "Accuracies"
+    title = "How far from autoregressive?" if report.tasks else "Accuracies and other averages"
     parts = [f"# {title}", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
         images_of_task = [image for image in images if image.task == name]

@@ -6,22 +6,21 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.results.read import RESULTS, SCORE, reading
 from lm_eval_duel.results.runs import MODEL, Run
 from lm_eval_duel.results.standings import RankedMethod
 from lm_eval_duel.rules import RULES, is_rule
-from lm_eval_duel.tasks import metadata
+from lm_eval_duel.tasks import metadata, task_folder
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
 OUTPUT = ("--output_path", "results", "--log_samples")  # without samples, a report has no intervals
 SEPARATORS = ",=\"'{}[] "  # characters that key=value,... cannot have in a key or value
 IN_PYTHON = "no command: the model was made in Python"
-OWN_TEXTS = "no command: the texts are those of who made this page, scored by lm-eval-duel score"
-TASK_CONFIGS = "task_configs"  # the folder of the tasks of this package
-LM_EVAL = "lm_eval"  # the package that has the harness's
+OWN_TEXTS = "no command: whoever made this page scored texts of their own with lm-eval-duel score"
 
 
 def commands(method: RankedMethod) -> list[str]:
@@ -51,8 +50,11 @@ def _tasks_of_users(run: Run) -> Iterator[tuple[str, str]]:
     """The tasks that neither this package nor lm_eval defines, and the names of their files."""
     for name in run.every_task:
         written = run.content.get("configs", {}).get(name, {}).get("metadata") or {}
-        *folders, file = re.split(r"[/\\]", str(written.get("config_source", "")))
-        if file and TASK_CONFIGS not in folders and LM_EVAL not in folders:
+        source = str(written.get("config_source", "")).replace("\\", "/")
+        folder, _, file = source.rpartition("/")
+        _, _, of_ours = source.rpartition("/task_configs/")
+        is_ours = of_ours != source and (Path(task_folder()) / of_ours).is_file()
+        if folder and not is_ours and "/lm_eval/tasks/" not in source:
             yield name, file
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from lm_eval_duel.results.doubts import doubts, remarks
 from lm_eval_duel.results.table import Note
 
 MODEL = "duel-mdm"  # --model of this package
-SCHEMA = 1  # of config.duel in a results file; raised when an entry changes its name or its meaning
+SCHEMA = 2  # of config.duel in a results file; raised when an entry changes its name or its meaning
+STOCK = ("hf", "hf-auto", "huggingface")  # models of the harness that take add_bos_token
+SCORES_A_BOS = "if its tokenizer adds a BOS, --model hf has scored it, too; add_bos_token=False leaves it out"
 NO_CACHE = "none"
 ROLLING = "loglikelihood_rolling"  # the output type of tasks of whole documents
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
@@ -313,6 +316,22 @@ class Run:
         """True if it holds anything that tables show."""
         return any(task.metrics or task.scores for task in self.every_task.values())
 
+    @property
+    def scores_bos(self) -> bool | None:
+        """True if a result of `--model hf` has scored a BOS at the start of whole texts; None if it may have.
+
+        hf puts a BOS before each text, and scores the one that the tokenizer adds after it.
+        """
+        if self.config.ours or self.config.model not in STOCK:
+            return False
+        if "add_bos_token" not in self.config.model_args:
+            return None
+        return self.config.model_args["add_bos_token"].lower() in ("true", "1")
+
+    def about_bos(self, name: str) -> str:
+        """A remark on the perplexities of a task that may count a BOS; empty if they do not."""
+        return SCORES_A_BOS if self.every_task[name].rolling and self.scores_bos is None else ""
+
     def cut_contexts(self, name: str) -> int:
         """The number of contexts or prompts of a task that were cut to fit into a row."""
         return self.config.duel.get("cut_contexts", {}).get(name, 0)
@@ -360,6 +379,11 @@ def size_in_words(size: int | None, available: int | None) -> str:
     scored = documents_scored(size, available)
     noun = "document" if scored == "1" else "documents"
     return f"{scored} {noun}" if scored else ""
+
+
+def file_of(document: str) -> str:
+    """The name of the file that holds one of the user's texts, which is named by it and perhaps by its line."""
+    return Path(re.sub(r":\d+$", "", document)).name
 
 
 def pretrained_of(config: Config, header: Header) -> str:

@@ -14,7 +14,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.results.runs import Run, model_label
+from lm_eval_duel.results.runs import Run, file_of, model_label
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.text.annotated import token_texts
 
@@ -108,10 +108,11 @@ class Order:
 
 
 class DocumentKey(NamedTuple):
-    """A document among those of a report."""
+    """A document among those of a report. `name`: of one of the user's texts, by its file; else empty."""
 
     task: str
     number: int
+    name: str
 
 
 def documents(
@@ -165,10 +166,18 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
         for window in traces.read(path):
             for rule, order in _orders(window, spec):
                 label = _label(model, spec, rule)
-                of_document = orders.setdefault(DocumentKey(window["task"], window["doc"]), {})
+                key = _key(window)
+                of_document = orders.setdefault(key, {})
                 joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
                 joined.add(window, order)
     return {key: list(of_document.values()) for key, of_document in orders.items()}
+
+
+def _key(window: Mapping[str, Any]) -> DocumentKey:
+    """The document of a window. Texts that `score` scored have the name of their file as their task, as in tables."""
+    name = str(window.get("document", ""))
+    task = file_of(name) if window["task"] == "score" and name else window["task"]
+    return DocumentKey(task, window["doc"], name)
 
 
 def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

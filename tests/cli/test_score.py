@@ -283,8 +283,16 @@ def test_a_report_of_limited_scores_says_how_many_documents_there_are_and_which_
     [difference] = [str(note) for note in content.notes if str(note).startswith("two.txt: documents")]
     assert scores[0] in difference
 
-    content = collect(parse_report([scores[0], "--page", "--out", "unused"]))
-    assert {document["task"] for document in content.documents} == {"one.txt"}
+    for places, files in ((scores[:1], ["one.txt"]), (scores, ["one.txt", "two.txt"])):
+        content = collect(parse_report([*places, "--apart", "--page", "--out", "unused"]))
+        of_documents = [(document["task"], document["number"]) for document in content.documents]
+        assert of_documents == [(file, n) for file in files for n in range(2)]
+
+    figures = tmp_path / "figures.csv"
+    figures.write_text("model,estimator,task,metric,value,source\nM,duel,one.txt,token_perplexity,3,S\n")
+    content = collect(parse_report([scores[0], "--published", str(figures), "--out", "unused"]))
+    [table] = [table for _, kind, table in content.tables() if kind == "published"]
+    assert any("M" in row for row in table.rows)
 
 
 def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):

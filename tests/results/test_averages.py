@@ -116,7 +116,7 @@ def test_an_average_that_is_no_mean_has_no_interval_although_there_are_samples(t
         file = result(tmp_path / "results", scores, rule)
         put(file, f"results.{TASK}.ece,none", 0.125)
     [ece] = [pair for pair in pairs(tmp_path) if pair["metric"] == "ece"]
-    assert ece["reason"].startswith("no interval: ece is no mean")
+    assert ece["reason"].startswith("no interval: ece is not the mean")
     for samples in (tmp_path / "results").rglob("samples_*"):
         samples.unlink()
     for pair in pairs(tmp_path):

@@ -61,8 +61,8 @@ REFUSED = [  # the field, what hf's and our result have in it, and what is chang
     ("scored positions", "the text", "bos=official", {}, OFFICIAL),
     (
         "contexts",
-        "0 contexts cut at 1024",
-        "2 contexts cut at 1025",
+        "an unknown number cut",
+        "2 cut at 1025 (1024 positions, tokenizer gpt2-hash)",
         ANSWERS,
         {"duel": {"cut_contexts": {"sotu": 2}}, **ANSWERS},
     ),
@@ -126,6 +126,13 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
         ours(tmp_path / "odd" / "results", docs=DOCS, rule=f"greedy:k={k}", spec=spec, duel={"row_capacity": 9})
     with pytest.raises(DuelError, match=f"score again {odd} with max_length=9, and name the new results instead"):
         run(tmp_path / "odd")
+    shutil.copytree(tmp_path / "odd", tmp_path / "short")
+    [of_most] = (tmp_path / "short" / "results").rglob(odd.name)
+    of_most.unlink()
+    short = {"spec": {"max_length": "5"}, "duel": {"row_capacity": 5}}
+    ours(tmp_path / "short" / "results", docs=DOCS, model="Other", **short)  # nobody knows whether it takes longer rows
+    with pytest.raises(DuelError, match=r"score them again, pass max_length=6 to MDLM and max_length=5 to Other"):
+        run(tmp_path / "short")
 
     report = board(tmp_path / "results")
     [difference] = report.tasks["sotu"].differences
@@ -136,6 +143,26 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     assert not pair.better
     assert pair.verdict == "no verdict: the windows differ"
     assert tables
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_a_bos_that_hf_scores_is_refused_and_one_that_it_may_have_scored_has_a_remark(tmp_path, add_bos_token):
+    """Of whole texts; a choice is a continuation, at whose start there is none."""
+    args = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    hf(tmp_path / "ar", docs=DOCS, args=args)
+    ours(tmp_path / "results", docs=DOCS)
+    if add_bos_token:
+        with pytest.raises(DuelError, match=r"a BOS and the text.*To compare, run --model hf with add_bos_token=False"):
+            run(tmp_path)
+    else:
+        run(tmp_path)
+        table = (tmp_path / "out" / "methods_sotu.tex").read_text()
+        assert (latex_text("add_bos_token") in table) == (add_bos_token is None)
+
+    for file in tmp_path.rglob("results_*.json"):
+        put(file, "configs.sotu.output_type", "loglikelihood")
+    run(tmp_path)
+    assert "bos" not in (tmp_path / "out" / "methods_sotu.tex").read_text()
 
 
 def test_apart_each_table_has_its_own_baseline(tmp_path):

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from results import documents, hf, ours, put, three_documents
+from results import documents, hf, ours, per_token, put, three_documents
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
@@ -158,6 +158,10 @@ def test_published_figures_in_another_unit_are_told_the_metric_that_sets_them_be
         expected = [f"--published {file}: perplexity per word of sotu stands beside the results with --metric {metric}"]
         assert [note for note in notes if "--metric" in note] == (expected if metric == "word_perplexity" else [])
 
+    hf(tmp_path / "in", per_token(["news"], [10.0]))  # without perplexity per word, which cannot be asked for then
+    file = figures(tmp_path / "p.csv", "sotu", metric="word_perplexity")
+    assert not [note for note in board(tmp_path / "in", "--published", file).notes if "--metric" in str(note)]
+
 
 def test_two_published_figures_of_the_same_names_are_two_rows(tmp_path):
     file = tmp_path / "p.csv"
@@ -166,7 +170,7 @@ def test_two_published_figures_of_the_same_names_are_two_rows(tmp_path):
     assert [row.count("30") for row in shown.rows] == [2, 1]
 
 
-@pytest.mark.parametrize(("column", "wrong"), [("block", "four"), ("source", " "), ("model", "")])
+@pytest.mark.parametrize(("column", "wrong"), [("block", "four"), ("block", "0"), ("source", " "), ("model", "")])
 def test_a_published_figure_without_a_name_or_with_another_block_is_refused(tmp_path, column, wrong):
     line = {
         "model": "M",
@@ -179,7 +183,8 @@ def test_a_published_figure_without_a_name_or_with_another_block_is_refused(tmp_
     }
     file = tmp_path / "p.csv"
     for value, is_refused in ((line[column], False), (wrong, True)):
-        file.write_text("\n".join([",".join(line), ",".join((line | {column: value}).values())]))
+        rows = [line, line | {column: value}, dict.fromkeys(line, "")]
+        file.write_text("\n".join([",".join(line), *(",".join(row.values()) for row in rows[1:])]))
         if is_refused:
             with pytest.raises(DuelError, match=f"line 2: the column {column}"):
                 published.read([str(file)])
@@ -244,7 +249,7 @@ def test_columns_of_published_figures_say_their_unit(tmp_path):
     [task] = content.tasks.values()
     [source] = content.published
 
-    for table in (published.table(source), published.beside(task, content.published)):
+    for table in (published.table(source), published.beside("sotu", task, content.published)):
         heads = [head for head in table.heads if "published" in head or head.startswith("sotu")]
         assert heads
         for head in heads:

@@ -420,15 +420,17 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
 def test_the_command_of_a_row_names_the_data_of_its_tasks_and_a_sentence_their_files(tmp_path):
     """lm_eval writes --metadata for each task, beside the model args and what the task's own file says."""
     sources = {
-        "sotu": "/home/somebody/site-packages/task_configs/sotu.yaml",
-        "mine": "/home/somebody/tasks/mine.yaml",
+        "sotu": "/home/somebody/site-packages/task_configs/sotu/sotu.yaml",
+        "wikitext": "/home/somebody/lm_eval/tasks/wikitext/wikitext.yaml",
+        "made": "inline",
+        "mine": "/home/somebody/task_configs/mine.yaml",
     }
     file = ours(tmp_path, docs={name: documents(NATS, TOKENS) for name in sources})
     given = {"files": "notes.txt", "lines": True}
     for name, source in sources.items():
-        more = {"version": 1.0, "pretrained": "M", "config_source": source, "data_dir": name}
+        more = {"version": 1.0, "pretrained": "M", "tokenizer": "T", "config_source": source, "data_dir": name}
         put(file, f"configs.{name}.metadata", given | more)
-    put(file, "config.model_args", {"pretrained": "M"})
+    put(file, "config.model_args", {"pretrained": "M", "tokenizer": "T"})
 
     [row] = board(file).standings.rows
     [command] = rerun.commands(row.method)
