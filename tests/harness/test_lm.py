@@ -95,6 +95,10 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
     messages = [record.message for record in caplog.records]
     assert messages.count("2 of 3 contexts were longer than max_length=8 and truncated from the left") == 1
     assert lm.get_model_info()["duel"]["cut_contexts"] == {"toy": 2}
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        lm.loglikelihood([*ask("loglikelihood", (long, " x y")), *ask("loglikelihood", (long, " z"), task="other")])
+    assert caplog.records[-1].message.endswith("truncated from the left: 1 of toy, 1 of other")
+    assert lm.get_model_info()["duel"]["cut_contexts"] == {"toy": 3, "other": 1}
     with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
         lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")))
 

@@ -193,6 +193,22 @@ def test_the_note_on_windows_says_whether_all_are_alike(tmp_path, capacities, lo
     assert ("B: harness" in note) == every_size
 
 
+def test_a_table_explains_bold_if_it_has_any(tmp_path):
+    for rule, has_bold in (("greedy", False), ("margin", True)):
+        ours(tmp_path, docs=three_documents("sotu"), rule=rule)
+        text = reports.markdown(board(tmp_path))
+        assert (columns.BEST in text) == ("**46.22**" in text or "**28.03**" in text) == has_bold
+
+
+def test_windows_of_results_without_samples_are_not_known_to_be_the_same(tmp_path):
+    for capacity in (200, 300):
+        duel = {"row_capacity": capacity}
+        file = ours(tmp_path, docs=three_documents("sotu"), duel=duel, model=f"of {capacity}", log=False)
+        put(file, "config.duel.tasks.sotu.documents", 1)  # the others are from a response cache
+    [note] = [note for note in board(tmp_path).tasks["sotu"].notes if note.startswith("windows")]
+    assert note.startswith("windows: not known to be the same")
+
+
 @pytest.mark.parametrize("metric", ["token_perplexity", "word_perplexity", "byte_perplexity"])
 def test_gap_closed_in_another_unit_than_the_papers_says_so(tmp_path, metric):
     hf(tmp_path, docs=three_documents("sotu"))
