@@ -232,9 +232,8 @@ def column(name: str, row: dict[str, Any], key: str, setting: str = "") -> Any:
             raise DuelError(f"{name}: this task needs a column '{key}'; there are {', '.join(filled) or 'none'}.")
         of_texts = [column for column in filled if isinstance(row[column], str)]
         only_text = of_texts if len(of_texts) == 1 and len(filled) <= FEW_COLUMNS else []
-        likely = nearest(key, filled) or only_text
-        remedy = f" Name it by {setting}{likely[0]}." if likely else ""
-        raise DuelError(f"{name}: {unknown('column', key, filled)}{remedy}")
+        likely, *_ = nearest(key, filled) or only_text or ["COLUMN"]
+        raise DuelError(f"{name}: {unknown('column', key, filled)} Name it by {setting}{likely}.")
     if row[key] is None:
         raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
     return row[key]

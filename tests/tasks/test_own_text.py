@@ -94,7 +94,7 @@ def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):
         ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean txt"),
         ("a.jsonl", '{"body": "x", "empty": null}', "--field body"),
         ("a.jsonl", '{"id": 3, "body": "x"}', "--field body"),
-        ("a.jsonl", '{"$schema": "x", "title": "y"}', r"Known: \$schema, title\.$"),
+        ("a.jsonl", '{"$schema": "x", "title": "y"}', r"Known: \$schema, title\. Name it by --field COLUMN\.$"),
         ("a.jsonl", '{"text": 3}', "holds int, not text"),
         ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
         ("a.jsonl", '{"text": "a\x01"}', r"a.jsonl:1 is not JSON \(Invalid control character at character"),
