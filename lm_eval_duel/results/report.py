@@ -210,10 +210,25 @@ def _compare_tasks(
                     in_windows = f"with the documents and windows of this table ({match.size_of_windows(members[0])})"
                     note = Note(note.fact, f"{note.advice}, {in_windows}")
                 notes.append(note.after(f"{label}: "))
+            elif baselines and not of_group:
+                notes.append(_baseline_elsewhere(label, baselines))
             tasks[label] = compare.task(name, members, of_group, metric, options.as_published, options.pairs)
             notes.append(_other_pairs(label, len(tasks[label].pairs), tasks[label].possible_pairs))
             notes += _gaps_without_interval(label, tasks[label])
     return tasks, of_tables, notes
+
+
+def _baseline_elsewhere(label: str, baselines: Sequence[Run]) -> Note:
+    """A note on a task of which the baselines have no result: it has no gaps."""
+    names: dict[str, None] = {}
+    for run in baselines:
+        names |= dict.fromkeys(run.tasks)
+    others = ", ".join(names)
+    if not others:
+        return Note()
+    fact = f"{label}: no gaps, since the autoregressive results are of {others}."
+    advice = "score the baseline on it, too; the texts of score --json, and the same texts as a task, are two tasks"
+    return Note(fact, advice)
 
 
 def _gaps_without_interval(name: str, task: Comparison) -> list[Note]:

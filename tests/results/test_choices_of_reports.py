@@ -193,6 +193,15 @@ def test_the_note_on_windows_says_whether_all_are_alike(tmp_path, capacities, lo
     assert ("B: harness" in note) == every_size
 
 
+@pytest.mark.parametrize("tasks_of_baseline", [("sotu",), ("sotu", "news"), ()])
+def test_a_task_without_a_result_of_the_baseline_says_so(tmp_path, tasks_of_baseline):
+    if tasks_of_baseline:
+        hf(tmp_path, docs=three_documents(*tasks_of_baseline))
+    ours(tmp_path, docs=three_documents("sotu", "news"))
+    notes = [str(note) for note in board(tmp_path).notes if str(note).startswith("news: no gaps")]
+    assert len(notes) == (tasks_of_baseline == ("sotu",))
+
+
 def test_a_table_explains_bold_if_it_has_any(tmp_path):
     for rule, has_bold in (("greedy", False), ("margin", True)):
         ours(tmp_path, docs=three_documents("sotu"), rule=rule)
