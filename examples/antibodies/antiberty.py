@@ -153,8 +153,10 @@ def report(chains: list[str], nats: list[dict[str, float]]) -> None:
 def with_interval(antibodies: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float, float]:
     """statistic(indices) of all antibodies, and its 95 % bootstrap interval; both chains of an antibody go together."""
     generator = np.random.default_rng(0)
-    values = [statistic(generator.integers(antibodies, size=antibodies)) for _ in range(DRAWS)]
-    low, high = bootstrap.percentile_interval(np.array(values), antibodies)
+    values = np.array([statistic(generator.integers(antibodies, size=antibodies)) for _ in range(DRAWS)])
+    low = high = math.nan
+    if np.isfinite(values).any():  # a rank correlation of equal values is not defined
+        low, high = bootstrap.percentile_interval(values, antibodies)
     return statistic(np.arange(antibodies)), low, high
 
 
