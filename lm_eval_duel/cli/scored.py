@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import infinities, with_nulls
 from lm_eval_duel.core.scores import Value, perplexity, ratio
-from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.doubts import doubts, remarks
@@ -170,9 +169,9 @@ class ScoredModel:
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
         if len(self.lines) < self.available:
             yield size_in_words(len(self.lines), self.available)
-        distinct = len({line.key for line in self.lines})
-        if distinct < len(self.lines):
-            yield f"{counted(distinct, 'distinct document')} among {len(self.lines)}: copies count as one in errors"
+        about_copies = stats.about_copies([line.key for line in self.lines])
+        if about_copies:
+            yield about_copies
         yield from remarks(self.info["duel"])
         if self.total.unknown:
             from lm_eval_duel.text.text import unknown_share

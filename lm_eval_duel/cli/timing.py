@@ -71,8 +71,8 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace, tasks: Sequence[Tas
             else:
                 continuations.append(request)
     documents = document_windows(lm.text, whole_texts)
-    gaps, _ = continuation_windows(lm.text, continuations)
-    documents += gaps
+    of_continuations, _ = continuation_windows(lm.text, continuations)
+    documents += of_continuations
     if options.files:
         texts = files.texts(options.files, options.field, options.lines)
         files.warn_of_unused(options.files, options.field, options.lines)

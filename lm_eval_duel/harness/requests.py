@@ -104,10 +104,7 @@ def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
 
 
 def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> tuple[list[list[Window]], Counter[str]]:
-    """The window of each (context, continuation), and how many contexts of each task were truncated.
-
-    The log says how many.
-    """
+    """The window of each (context, continuation), and how many contexts of each task were truncated, with a warning."""
     merged_before = text.merged_borders
     has_gaps = any(isinstance(request.args[1], Gap) for request in requests)
     windows = []

@@ -206,17 +206,17 @@ def values(task: Comparison) -> Table:
 
 def about_errors(compared: Sequence[ComparedRow]) -> str:
     """Sentences on the intervals of values and on the errors of drawn ones; empty without either."""
-    with_interval = [each.row for each in compared if each.interval]
-    return _about_errors(with_interval, [each.row for each in compared])
+    behind_intervals = [each.row for each in compared if each.interval]
+    return _about_errors(behind_intervals, [each.row for each in compared])
 
 
-def _about_errors(with_interval: Sequence[Row], shown: Sequence[Row]) -> str:
-    """The same. `with_interval`: the rows that intervals of a table are computed from. `shown`: those with a value."""
+def _about_errors(behind_intervals: Sequence[Row], shown: Sequence[Row]) -> str:
+    """The same. `behind_intervals`: the rows that intervals of a table are computed from. `shown`: with a value."""
     sentences = []
-    drawn = [row for row in with_interval if row.is_drawn]
+    drawn = [row for row in behind_intervals if row.is_drawn]
     if any(row.stderr is not None for row in drawn):
         sentences.append(WITH_ERRORS)
-    elif with_interval:
+    elif behind_intervals:
         sentences.append(OVER_DOCUMENTS)
     if any(row.stderr is None for row in drawn):
         sentences.append(UNKNOWN_ERRORS)
@@ -295,16 +295,16 @@ def gaps_of(duels: Sequence[ComparedRow]) -> Table:
 
 def about_gaps(duels: Sequence[ComparedRow]) -> str:
     """Sentences on the intervals and errors of DUEL rows, their ELBOs and what is computed from both."""
-    with_interval = []
+    behind_intervals = []
     shown = []
     for each in duels:
         of_row = [row for row in (each.row, each.closed.elbo, each.closed.ar) if row is not None]
         shown += of_row
         if each.closed.interval:
-            with_interval += of_row
+            behind_intervals += of_row
         elif each.interval:
-            with_interval.append(each.row)
-    return _about_errors(with_interval, shown)
+            behind_intervals.append(each.row)
+    return _about_errors(behind_intervals, shown)
 
 
 def elbo_gap_with_remark(each: ComparedRow) -> Cell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lm_eval_duel.errors import counted
-from lm_eval_duel.results import match, order
+from lm_eval_duel.results import match, order, stats
 from lm_eval_duel.results.doubts import FULL_PRECISION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
@@ -91,9 +91,9 @@ def contexts(name: str, compared: Sequence[Run]) -> list[str]:
 def copies(shown: Sequence[Row]) -> list[str]:
     """A note on documents that are copies of others, or none."""
     for row in shown:
-        if row.documents and row.distinct < len(row.documents):
-            distinct = counted(row.distinct, "distinct document")
-            return [f"{distinct} among {len(row.documents)}: copies count as one in errors"]
+        note = stats.about_copies(row.texts)
+        if note:
+            return [note]
     return []
 
 

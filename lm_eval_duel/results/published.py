@@ -163,8 +163,10 @@ def in_other_units(figures: Iterable[Mapping[str, Any]], tasks: Mapping[str, Com
     for figure in figures:
         metric = figure["metric"]
         has_metric = all(metric in each.row.metrics for task in tasks.values() for each in task.rows)
+        if figure["file"] == PAPER or not has_metric:
+            continue
         for label, task in tasks.items():
-            if figure["file"] == PAPER or metric == task.metric or not (has_metric and _is_of(figure, label, task)):
+            if metric == task.metric or not _is_of(figure, label, task):
                 continue
             stands = f"{WORDS[metric]} of {label} stands beside the results with --metric {metric}"
             notes[Note(advice=f"--published {figure['file']}: {stands}")] = None
@@ -192,8 +194,10 @@ def table(source: Mapping[str, Any]) -> Table:
     for figure in source["figures"]:
         task = figure["task"]
         names = _names(figure)
-        row = next((row for row in rows if names.items() <= row.items() and task not in row), None)
-        if row is None:
+        for row in rows:
+            if names.items() <= row.items() and task not in row:
+                break
+        else:  # no row of these names is free in this task
             row = names
             rows.append(row)
         row[task] = _value(figure)

@@ -49,8 +49,7 @@ def needed(method: RankedMethod) -> list[str]:
 def _tasks_of_users(run: Run) -> Iterator[tuple[str, str]]:
     """The tasks that neither this package nor lm_eval defines, and the names of their files."""
     for name in run.every_task:
-        written = run.content.get("configs", {}).get(name, {}).get("metadata") or {}
-        source = str(written.get("config_source", "")).replace("\\", "/")
+        source = str(_metadata_of(run, name).get("config_source", "")).replace("\\", "/")
         folder, _, file = source.rpartition("/")
         _, _, of_ours = source.rpartition("/task_configs/")
         is_ours = of_ours != source and (Path(task_folder()) / of_ours).is_file()
@@ -123,6 +122,11 @@ def _model_args(run: Run) -> str:
     return _joined(arguments)
 
 
+def _metadata_of(run: Run, name: str) -> Mapping[str, Any]:
+    """The metadata of a task, as lm_eval writes them."""
+    return run.content.get("configs", {}).get(name, {}).get("metadata") or {}
+
+
 def _metadata(run: Run) -> str:
     """The entries of --metadata about data, as JSON; empty without any.
 
@@ -130,9 +134,8 @@ def _metadata(run: Run) -> str:
     """
     of_tasks = []
     for name in run.every_task:
-        written = run.content.get("configs", {}).get(name, {}).get("metadata") or {}
         entries = {}
-        for key, value in written.items():
+        for key, value in _metadata_of(run, name).items():
             if key in metadata.KEYS and key not in run.config.model_args:
                 entries[key] = value
         of_tasks.append(entries)

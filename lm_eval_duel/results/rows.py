@@ -191,7 +191,7 @@ class Row:
     def about_value(self) -> Note:
         """The reasons to doubt its value, and the reason that it has no error."""
         notes = list(map(Note, self.run.doubts))
-        return Note.joined([*notes, Note(self.run.about_bos(self.task)), Note(self.stderr_reason)])
+        return Note.joined([*notes, Note(self.run.about_scored_bos(self.task)), Note(self.stderr_reason)])
 
     @property
     def window_stderr(self) -> float | None:

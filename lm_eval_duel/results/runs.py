@@ -328,7 +328,7 @@ class Run:
             return None
         return self.config.model_args["add_bos_token"].lower() in ("true", "1")
 
-    def about_bos(self, name: str) -> str:
+    def about_scored_bos(self, name: str) -> str:
         """A remark on the perplexities of a task that may count a BOS; empty if they do not."""
         return SCORES_A_BOS if self.every_task[name].rolling and self.scores_bos is None else ""
 

@@ -127,6 +127,14 @@ def too_few(keys: Sequence[str]) -> str:
     return f"from {counted(texts, 'distinct document')}: too narrow, as a bootstrap over fewer than {FEW} is"
 
 
+def about_copies(keys: Sequence[str]) -> str:
+    """A sentence on texts that are copies of others, with equal keys; empty if there are none."""
+    texts = len(set(keys))
+    if texts == len(keys):
+        return ""
+    return f"{counted(texts, 'distinct document')} among {len(keys)}: copies count as one in errors"
+
+
 class Side(NamedTuple):
     """One of two scores of the same texts."""
 
