@@ -240,7 +240,7 @@ def _same_windows_remedy(runs: Sequence[Run]) -> str:
 
 
 def _remedy_of_few(runs: Sequence[Run]) -> str:
-    """The remedy to score again only the results whose windows are not those of most; empty if these may not fit.
+    """The remedy to make again only the results whose windows are not those of most; empty if these may not fit.
 
     A shorter row always fits; a longer one is known to if the same model has a result with it.
     """
@@ -260,8 +260,8 @@ def _remedy_of_few(runs: Sequence[Run]) -> str:
         length = run.max_length - (run.capacity - most[0].capacity)  # they differ by special tokens
         if run.windows != most[0].windows or length > longest[run.key]:
             return ""
-        arguments.append(f"{run.name} with max_length={length}")
-    return f"score again {' and '.join(arguments)}, and name the new results instead"
+        arguments.append(f"{run.name} again with max_length={length}")
+    return f"make {' and '.join(arguments)}, and name the new results instead"
 
 
 def are_contexts_alike(first: Run, second: Run, name: str) -> bool:

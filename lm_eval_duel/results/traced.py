@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from lm_eval_duel.text.annotated import token_texts
 
 MAX_TOKENS = 1024  # of a document on the page
 MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
+SAME = 5e-4  # nats of a token that the page, which shows three digits, cannot tell apart
 
 
 class Traces:
@@ -106,6 +108,20 @@ class Order:
         for log_prob in order["token_logprobs"]:
             self.nats.append(-log_prob)
 
+    def repeats(self, other: Order) -> bool:
+        """True for the same order under the same label, as a run and a lattice of its rule both have it.
+
+        The two may score in other batches, so their nats may differ by float noise.
+        """
+        mine = self.label, self.tokenizer, self.ids, self.starts, self.steps
+        if mine != (other.label, other.tokenizer, other.ids, other.starts, other.steps):
+            return False
+        return all(map(_is_close, self.nats, other.nats))
+
+
+def _is_close(nats: float, others: float) -> bool:
+    return math.isclose(nats, others, abs_tol=SAME)
+
 
 class DocumentKey(NamedTuple):
     """A document among those of a report. `name`: of one of the user's texts, by its file; else empty."""
@@ -113,6 +129,11 @@ class DocumentKey(NamedTuple):
     task: str
     number: int
     name: str
+
+    @property
+    def title(self) -> str:
+        """Its name on the page: that of one's own text, with its line, as `score` prints it, else task and number."""
+        return Path(self.name).name or f"{self.task}, document {self.number}"
 
 
 def documents(
@@ -170,7 +191,15 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
                 of_document = orders.setdefault(key, {})
                 joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
                 joined.add(window, order)
-    return {key: list(of_document.values()) for key, of_document in orders.items()}
+    return {key: _each_once(of_document.values()) for key, of_document in orders.items()}
+
+
+def _each_once(orders: Iterable[Order]) -> list[Order]:
+    kept: list[Order] = []
+    for order in orders:
+        if not any(map(order.repeats, kept)):
+            kept.append(order)
+    return kept
 
 
 def _key(window: Mapping[str, Any]) -> DocumentKey:
@@ -207,7 +236,6 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
 
 def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
-    name = f"{key.task} {key.number}"
     pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # of each text, by its tokenizer and ids
     shown = []
     notes = []
@@ -218,10 +246,10 @@ def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any]
             if text not in pieces:
                 pieces[text] = token_texts(ids, _load(order.tokenizer))
         except DuelError as error:
-            notes.append(Note(advice=f"{order.label}, {name} is not shown: {error}"))
+            notes.append(Note(advice=f"{order.label}, {key.title} is not shown: {error}"))
             continue
         if len(order.ids) > MAX_TOKENS:
-            notes.append(Note(f"The document view shows the first {MAX_TOKENS:,} tokens of {name}."))
+            notes.append(Note(f"The document view shows the first {MAX_TOKENS:,} tokens of {key.title}."))
         starts = {0, *order.starts}
         shown.append(
             {
@@ -232,7 +260,8 @@ def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any]
                 "nats": [round(nats, 3) for nats in order.nats[:MAX_TOKENS]],
             }
         )
-    return {"task": key.task, "number": key.number, "pieces": list(pieces.values()), "orders": shown}, notes
+    document = {"task": key.task, "number": key.number, "title": key.title, "pieces": list(pieces.values())}
+    return {**document, "orders": shown}, notes
 
 
 @functools.cache

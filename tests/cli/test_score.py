@@ -287,6 +287,8 @@ def test_a_report_of_limited_scores_says_how_many_documents_there_are_and_which_
         content = collect(parse_report([*places, "--apart", "--page", "--out", "unused"]))
         of_documents = [(document["task"], document["number"]) for document in content.documents]
         assert of_documents == [(file, n) for file in files for n in range(2)]
+        titles = [document["title"] for document in content.documents]
+        assert titles == [f"{file}:{line}" for file in files for line in (1, 2)], "as the scores name them"
 
     figures = tmp_path / "figures.csv"
     figures.write_text("model,estimator,task,metric,value,source\nM,duel,one.txt,token_perplexity,3,S\n")

@@ -3,6 +3,7 @@
 Each line has the last case on one side and the first on the other.
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -383,6 +384,20 @@ def test_a_document_on_the_page_has_at_most_1024_tokens(tokens, monkeypatch):
     assert len(notes) == (2 if tokens > 1024 else 0)
     for note in notes:
         assert "1,024" in note.fact
+
+
+def test_an_order_that_two_traces_hold_is_shown_once():
+    """Up to float noise of its nats, and under one label only."""
+    first = order(3)
+    noise = dataclasses.replace(first, nats=[1.23461, 2.2346, math.inf])
+    first.nats[2] = math.inf
+    others = [
+        dataclasses.replace(first, label="N"),
+        dataclasses.replace(first, steps=[0, 2, 1]),
+        dataclasses.replace(first, nats=[1.2346, 2.3, math.inf]),
+    ]
+
+    assert traced._each_once([first, noise, *others, first]) == [first, *others]
 
 
 def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):

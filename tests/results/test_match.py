@@ -124,7 +124,7 @@ def test_two_results_of_ours_with_other_windows_are_told_one_length_and_tables_s
     for k, length in ((1, 10), (2, 10)):
         spec = {"max_length": str(length)}
         ours(tmp_path / "odd" / "results", docs=DOCS, rule=f"greedy:k={k}", spec=spec, duel={"row_capacity": 9})
-    with pytest.raises(DuelError, match=f"score again {odd} with max_length=9, and name the new results instead"):
+    with pytest.raises(DuelError, match=f"make {odd} again with max_length=9, and name the new results instead"):
         run(tmp_path / "odd")
     shutil.copytree(tmp_path / "odd", tmp_path / "short")
     [of_most] = (tmp_path / "short" / "results").rglob(odd.name)

@@ -130,7 +130,7 @@ if (document.getElementById("documents")) {
   });
   slider.addEventListener("input", () => { stop(); draw(); });
   for (const radio of document.querySelectorAll("[name=colour]")) radio.addEventListener("change", draw);
-  chooser.append(...data.map((text, n) => new Option(`${text.task}, document ${text.number}`, n)));
+  chooser.append(...data.map((text, n) => new Option(text.title, n)));
   chooser.addEventListener("change", choose);
   choose();
 }
