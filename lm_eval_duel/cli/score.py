@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.text.loading import require_loadable
 
     setup_logging()
-    for model in options.models[1:]:  # before the first, which is checked as it is loaded
+    # A model alone is checked as it is loaded. Of several, none is loaded before all are checked.
+    for model in options.models if options.compare else []:
         if model.note and rank == 0:
             log.info("%s", model.note)
         with usage(), model.naming_conflicts():

@@ -161,7 +161,7 @@ IN_BRACKETS = "A 95 % interval stands in brackets."
 UNKNOWN_ERRORS = (
     "A value with ± ? has an unknown error: its interval includes only the part of it that varies between documents."
 )
-BEST = "Bold: the lowest exact likelihood of a model with several rows."
+BEST = "Bold: the lowest exact value of a model with several rows."
 ALONE = "± is the Monte Carlo or sampling error alone."
 PLACES = (
     f"Differences are of {MINUS}log p, from the row with the next lower value and from the row of rank 1: above 0 the "

@@ -51,7 +51,7 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
         text += _gap(chosen, form)
     lowest = _lowest(chosen.row, of_model)
     if lowest is not chosen.row:
-        text += f" Lowest of its likelihoods: {_rule(lowest, of_model)}, {_value(lowest)}."
+        text += f" Its lowest exact value: {_rule(lowest, of_model)}, {_value(lowest)}."
     return text + _caveat([chosen.row, base, chosen.closed.elbo])
 
 
@@ -62,7 +62,7 @@ def _caveat(rows: Sequence[Row | None]) -> str:
 
 
 def _lowest(chosen: Row, of_model: Sequence[ComparedRow]) -> Row:
-    """The lowest exact likelihood of a model, given the noise of the same seed as the chosen one."""
+    """The lowest exact value of a model, given the noise of the same seed as the chosen one."""
     lowest = chosen
     for each in of_model:
         competes = each.row.score.is_exact and each.row.noise_seed == chosen.noise_seed

@@ -30,8 +30,8 @@ from lm_eval_duel.results.runs import (
     Run,
     Task,
     average_name,
-    file_of,
     model_label,
+    name_of_files,
     parts_of_average,
     pretrained_of,
     sums,
@@ -340,23 +340,12 @@ def read_of_score(file: Path, content: Json) -> Run:
     }
     as_of_lm_eval = {
         "format": SCORE,
-        "scored": _scored(content["documents"]),
+        "scored": name_of_files(str(entry["document"]) for entry in content["documents"]),
         "config": config,
         "results": {"score": results},
         "n-samples": {"score": {"effective": len(documents.numbers), "original": content.get("available_documents")}},
     }
     return run_of(file, as_of_lm_eval, documents)
-
-
-def _scored(documents: Iterable[Mapping[str, Any]]) -> str:
-    """The name of the file whose texts were scored, or of the first and the number of the others."""
-    names: dict[str, None] = {}
-    for entry in documents:
-        names[file_of(str(entry["document"]))] = None
-    if not names:
-        return ""
-    first, *others = names
-    return f"{first} and {len(others)} more" if others else first
 
 
 # ---------------------------------------------------------------- samples

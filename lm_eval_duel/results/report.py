@@ -261,9 +261,11 @@ def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:
 
 
 def _label(name: str, runs: Sequence[Run]) -> str:
-    """The name of a task in tables. Texts that `score` scored have the name of their file."""
-    scored = {run.content.get("scored") for run in runs}
-    return str(scored.pop() or name) if len(scored) == 1 else name
+    """The name of a task in tables. Texts that `score` scored have the name of their file; in several, of the first."""
+    for run in runs:
+        if run.content.get("scored"):
+            return str(run.content["scored"])
+    return name
 
 
 def _free_label(label: str, taken: Container[str]) -> str:

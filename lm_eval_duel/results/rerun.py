@@ -51,8 +51,8 @@ def _tasks_of_users(run: Run) -> Iterator[tuple[str, str]]:
     for name in run.every_task:
         source = str(_metadata_of(run, name).get("config_source", "")).replace("\\", "/")
         folder, _, file = source.rpartition("/")
-        _, _, of_ours = source.rpartition("/task_configs/")
-        is_ours = of_ours != source and (Path(task_folder()) / of_ours).is_file()
+        _, is_among_ours, of_ours = f"/{source}".rpartition("/task_configs/")
+        is_ours = is_among_ours and (Path(task_folder()) / of_ours).is_file()
         if folder and not is_ours and "/lm_eval/tasks/" not in source:
             yield name, file
 

@@ -10,7 +10,7 @@ import datetime
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +384,15 @@ def size_in_words(size: int | None, available: int | None) -> str:
 def file_of(document: str) -> str:
     """The name of the file that holds one of the user's texts, which is named by it and perhaps by its line."""
     return Path(re.sub(r":\d+$", "", document)).name
+
+
+def name_of_files(documents: Iterable[str]) -> str:
+    """The name of the file that holds the user's texts, or of the first and the number of the others."""
+    names = list(dict.fromkeys(map(file_of, documents)))
+    if not names:
+        return ""
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 def pretrained_of(config: Config, header: Header) -> str:

@@ -9,13 +9,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.results.runs import Run, file_of, model_label
+from lm_eval_duel.results.runs import Run, model_label, name_of_files
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.text.annotated import token_texts
 
@@ -123,17 +123,22 @@ def _is_close(nats: float, others: float) -> bool:
     return math.isclose(nats, others, abs_tol=SAME)
 
 
-class DocumentKey(NamedTuple):
-    """A document among those of a report. `name`: of one of the user's texts, by its file; else empty."""
+@dataclasses.dataclass(frozen=True)
+class DocumentKey:
+    """A document among those of a report. `name`: of one of the user's texts, by its file; else empty.
+
+    `label`: the name of its task in tables. Traces of fewer documents may have another one for the same document.
+    """
 
     task: str
     number: int
-    name: str
+    name: str = ""
+    label: str = dataclasses.field(default="", compare=False)
 
     @property
     def title(self) -> str:
         """Its name on the page: that of one's own text, with its line, as `score` prints it, else task and number."""
-        return Path(self.name).name or f"{self.task}, document {self.number}"
+        return Path(self.name).name or f"{self.label}, document {self.number}"
 
 
 def documents(
@@ -147,7 +152,7 @@ def documents(
     orders = _orders_of_documents(traces, runs, tokenizer)
     keys: dict[str, list[DocumentKey]] = {}  # of each task
     for key in orders:
-        keys.setdefault(key.task, []).append(key)
+        keys.setdefault(key.label, []).append(key)
     chosen = []
     for of_task in keys.values():
         most_orders_first = sorted(of_task, key=lambda key: (-len(orders[key]), key.number))
@@ -184,10 +189,12 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
         spec = header["spec"]
         tokenizer_of_trace = tokenizer or str(header.get("tokenizer") or "")
         model = models.get(header.get("fingerprint")) or model_label(str(header.get("pretrained") or path.stem))
-        for window in traces.read(path):
+        windows = traces.read(path)
+        own_texts = name_of_files(filter(None, map(_name, windows)))
+        for window in windows:
             for rule, order in _orders(window, spec):
                 label = _label(model, spec, rule)
-                key = _key(window)
+                key = _key(window, own_texts)
                 of_document = orders.setdefault(key, {})
                 joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
                 joined.add(window, order)
@@ -202,11 +209,16 @@ def _each_once(orders: Iterable[Order]) -> list[Order]:
     return kept
 
 
-def _key(window: Mapping[str, Any]) -> DocumentKey:
-    """The document of a window. Texts that `score` scored have the name of their file as their task, as in tables."""
-    name = str(window.get("document", ""))
-    task = file_of(name) if window["task"] == "score" and name else window["task"]
-    return DocumentKey(task, window["doc"], name)
+def _key(window: Mapping[str, Any], own_texts: str) -> DocumentKey:
+    """The document of a window. `own_texts`: the label of the texts that `score` scored."""
+    name = _name(window)
+    task = window["task"]
+    return DocumentKey(task, window["doc"], name, label=own_texts if name else task)
+
+
+def _name(window: Mapping[str, Any]) -> str:
+    """The name of one of the user's texts that `score` scored; empty for a document of a task."""
+    return str(window.get("document", "")) if window.get("task") == "score" else ""
 
 
 def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -260,7 +272,7 @@ def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any]
                 "nats": [round(nats, 3) for nats in order.nats[:MAX_TOKENS]],
             }
         )
-    document = {"task": key.task, "number": key.number, "title": key.title, "pieces": list(pieces.values())}
+    document = {"task": key.label, "number": key.number, "title": key.title, "pieces": list(pieces.values())}
     return {**document, "orders": shown}, notes
 
 

@@ -297,6 +297,28 @@ def test_a_report_of_limited_scores_says_how_many_documents_there_are_and_which_
     assert any("M" in row for row in table.rows)
 
 
+def test_texts_of_a_folder_are_one_task(folder, tmp_path, capsys):
+    """In tables, also beside a result of one file with the same texts, and on the page, which shows a few of a task."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for name, text in zip("xyz", TEXTS, strict=True):
+        (own / f"{name}.txt").write_text(text)
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS))
+    results = []
+    for place, model in (("own", "rule=greedy"), ("lines.txt", "rule=margin")):
+        results.append(str(tmp_path / f"{place}.json"))
+        trace = str(tmp_path / f"{place}.jsonl")
+        words = ("--lines", "--json", results[-1], "--trace", trace)
+        run(str(tmp_path / place), *words, "--model_args", f"pretrained={folder},{model}", capsys=capsys)
+
+    content = collect(parse_report([*results, "--page", "--shown", "2", "--out", "unused"]))
+
+    [name] = content.tasks
+    assert name in ("x.txt and 2 more", "lines.txt")
+    titles = [document["title"] for document in content.documents]
+    assert sorted(titles) == ["lines.txt:1", "lines.txt:2", "x.txt:1", "y.txt:1"]
+
+
 def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):
     """Where only some have one; what a value lacks for an interval is named by an argument that `score` takes."""
     words = [texts, "--lines", "--model_args", f"pretrained={folder},block=4"]
@@ -388,6 +410,12 @@ def test_what_config_and_tokenizer_show_is_found_before_the_first_is_loaded(othe
     with pytest.raises(DuelError, match=named) as raised:
         score.main([texts, "--model_args", "demo-mdm,block=32", "--compare", other])
     assert f"--compare {other}" in str(raised.value)
+
+
+def test_a_wrong_argument_that_others_inherit_is_one_of_the_first_model(texts):
+    with pytest.raises(DuelError, match="max_length") as raised:
+        score.main([texts, "--model_args", "demo-mdm,max_length=200", "--compare", "rule=margin"])
+    assert "--compare" not in str(raised.value)
 
 
 @pytest.mark.parametrize("others", [["--model_args", "demo-ar"], ["--model_args", "demo-mdm", "--compare", "demo-ar"]])

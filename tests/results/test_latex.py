@@ -253,7 +253,7 @@ def test_no_gap_and_no_headline_hides_a_doubt_in_another_row(tmp_path):
     assert "greedy:k=2" not in row
     assert row.count(r"\textsuperscript{") == 4, row  # at the ELBO, at DUEL, and at the gap of each
     headlines = (out / "report.md").read_text()
-    for start, end in ((" against ", " for ARM"), ("Lowest of its likelihoods: greedy:k=2", "\n")):
+    for start, end in ((" against ", " for ARM"), ("Its lowest exact value: greedy:k=2", "\n")):
         value, _, _ = headlines.partition(start)[2].partition(end)
         assert "in doubt" in value
 

@@ -370,7 +370,7 @@ def test_a_document_on_the_page_has_at_most_1024_tokens(tokens, monkeypatch):
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
     shown = min(tokens, 1024)
 
-    document, notes = traced._document(traced.DocumentKey("sotu", 3, ""), [order(tokens), order(tokens)])
+    document, notes = traced._document(traced.DocumentKey("sotu", 3, label="sotu"), [order(tokens), order(tokens)])
 
     [pieces] = document["pieces"]
     assert len(pieces) == shown, "orders of one text share it"
@@ -405,7 +405,7 @@ def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):
     orders = {}
     for n in range(120):
         count = 2 if n in (7, 9) else 1
-        orders[traced.DocumentKey("sotu", n, "")] = [order(1000)] * count
+        orders[traced.DocumentKey("sotu", n, label="sotu")] = [order(1000)] * count
     monkeypatch.setattr(traced, "_load", lambda name: None)
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
     monkeypatch.setattr(traced, "_orders_of_documents", lambda *_: orders)

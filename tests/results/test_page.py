@@ -97,6 +97,15 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
             assert rows(opened, "rank") == [*reversed(ranks), ""]
 
 
+def test_a_cell_that_says_why_it_has_no_number_comes_last(opened):
+    cells = '[...document.querySelectorAll("#board tbody:first-of-type td.g-value:not(.plot)")]'
+    opened.run(f'{cells}[0].firstChild.textContent = "unclear"')
+    for _ in ("ascending", "descending"):
+        opened.run('document.querySelector("#board thead th.g-value:not(.plot) button").click()')
+        texts = opened.run(f"{cells}.map((cell) => cell.firstChild.textContent)")
+        assert texts[-1] == "unclear"
+
+
 def test_the_filter(opened):
     everything = rows(opened)
     rules_by_words = {

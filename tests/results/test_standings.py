@@ -422,6 +422,7 @@ def test_the_command_of_a_row_names_the_data_of_its_tasks_and_a_sentence_their_f
     sources = {
         "sotu": "/home/somebody/site-packages/task_configs/sotu/sotu.yaml",
         "wikitext": "/home/somebody/lm_eval/tasks/wikitext/wikitext.yaml",
+        "duel_text": "task_configs/own/duel_text.yaml",  # with --include_path task_configs
         "made": "inline",
         "mine": "/home/somebody/task_configs/mine.yaml",
     }

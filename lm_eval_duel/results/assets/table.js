@@ -6,7 +6,8 @@
     const text = cell.dataset.text ?? cell.firstChild?.textContent.trim() ?? "";
     if (text === "") return null;
     const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤\s|\s±.*$|\s\[\d+\]$|,/g, "").replace("−", "-"));
-    return Number.isNaN(number) ? text : number;
+    if (!Number.isNaN(number)) return number;
+    return cell.matches(".number") && !/\d/.test(text) ? null : text; // such as "unclear"
   }
   function compare(a, b) {
     if (typeof a === "number" && typeof b === "number") return a - b;
