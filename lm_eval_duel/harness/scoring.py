@@ -39,6 +39,7 @@ from lm_eval_duel.harness.requests import (
 from lm_eval_duel.harness.stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.options import Options
+from lm_eval_duel.results.stats import key_of
 from lm_eval_duel.results.trace import Writer, record
 from lm_eval_duel.text.annotated import document_of
 from lm_eval_duel.text.text import TextEncoder
@@ -248,6 +249,8 @@ class Evaluation:
         if self.trace is None:
             return
         origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **about}
+        texts = [part for part in request.args if isinstance(part, str)]
+        origin["sha256"] = key_of("".join(texts))
         document = document_of(request)
         if document != request.doc_id:  # the name of one of the user's texts
             origin["document"] = document

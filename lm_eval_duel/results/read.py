@@ -383,7 +383,7 @@ def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
     records = []
     for n, entry in enumerate(entries):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
-        record: dict[str, Any] = {"doc_id": n, "doc_hash": str(entry["sha256"])}
+        record: dict[str, Any] = {"doc_id": n, "doc_hash": str(entry["sha256"]), "prompt_hash": str(entry["sha256"])}
         for metric, unit in UNITS.items():
             if unit in counted_units:  # texts without a single word have no perplexity per word
                 record[metric] = nats, entry[unit]
@@ -439,6 +439,8 @@ def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents
     documents = Documents({}, {})
     for key, (n, record) in _keyed(records, rolling).items():
         documents.numbers[key] = n
+        if rolling and record.get("prompt_hash"):
+            documents.texts[n] = str(record["prompt_hash"])[: stats.KEY]
         for metric in METRICS:
             if record.get(metric) is not None:
                 documents.values.setdefault(metric, {})[key] = _nats_and_units(record[metric], metric, n)

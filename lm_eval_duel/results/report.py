@@ -146,7 +146,11 @@ def collect(options: argparse.Namespace) -> Report:
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []
     if options.page:
-        documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
+        labels = {}
+        for label, task in tasks.items():
+            for each in task.rows:
+                labels[each.row.run.name, task.name] = label
+        documents, problems = traced.documents(traces, shown, labels, options.shown, options.tokenizer)
         notes += problems
     average_pairs = {}
     for name in _scored(shown):

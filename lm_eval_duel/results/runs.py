@@ -48,6 +48,7 @@ class Documents:
 
     numbers: dict[str, int]  # sorted by key
     values: dict[str, Values]  # of each metric
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)  # the digests of texts that are scored whole
 
     @property
     def tokens(self) -> dict[str, float] | None:
@@ -206,6 +207,13 @@ class Run:
     def short_name(self) -> str:
         """Its name in notes."""
         return "/".join(self.file.parts[-2:])
+
+    def text_of(self, task: str | None, number: int | None) -> str | None:
+        """The digest of the text of a document, as a trace has it; None if it is not known."""
+        documents = None
+        if task in self.every_task:
+            documents = self.every_task[task].documents
+        return None if documents is None else documents.texts.get(number)
 
     @functools.cached_property
     def tasks(self) -> dict[str, Task]:

@@ -20,6 +20,7 @@ from lm_eval_duel.keywords import known_keywords
 from lm_eval_duel.results.bootstrap import bootstrap_rates, percentile_interval, tail, with_errors
 from lm_eval_duel.results.table import number, span
 
+KEY = 16  # hexadecimal digits of a digest
 CLEAR = 2.0  # standard errors beyond which two values are distinguishable
 WHISKER = 1.96  # standard errors to either side of a 95 % interval
 
@@ -408,4 +409,4 @@ def _identity(score: Any) -> str:
 
 def key_of(text: str) -> str:
     """A digest of a text, to know it again."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY]

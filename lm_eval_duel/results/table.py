@@ -342,11 +342,16 @@ def latex_text(text: str) -> str:
 
 def _latex_cell(text: str, remarks: Container[str]) -> str:
     """A cell: its text, in bold if it is so in other forms, and the number of its remark."""
+    plain = text
+    superscript = ""
     mark = MARK.search(text)
     if mark is not None and mark[0].strip() in remarks:
-        return f"{latex_text(text[: mark.start()])}\\textsuperscript{{{mark[1]}}}"
-    shown = latex_text(text)
-    return f"\\textbf{{{shown}}}" if isinstance(text, Bold) else shown
+        plain = text[: mark.start()]
+        superscript = f"\\textsuperscript{{{mark[1]}}}"
+    shown = latex_text(plain)
+    if isinstance(text, Bold):
+        shown = f"\\textbf{{{shown}}}"
+    return shown + superscript
 
 
 def _latex_headings(heads: Sequence[str], numeric: Sequence[bool]) -> list[str]:

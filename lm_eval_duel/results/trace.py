@@ -1,11 +1,12 @@
 """Traces: a JSON line for each window, written as its request is finished, and read back as plain Python.
 
     {"duel_trace": 1, "fingerprint": ..., "spec": {...}, "pretrained": ..., "tokenizer": ...}      the first line
-    {"task": ..., "doc": 0, "request": 0, "window": 0, "context": 1, "ids": [...],
+    {"task": ..., "doc": 0, "request": 0, "sha256": ..., "window": 0, "context": 1, "ids": [...],
      "starts": [0, 4, ...], "reveal_steps": [...], "token_logprobs": [...],
      "confidence": [...], "margin": [...], "entropy": [...],
      "log_prob": -31.2, "nfe": 8, "near_ties": 0, "values": {"duel": -31.2}}
 
+`sha256` is a digest of the request's text, since a trace that is continued may have another text at the same number.
 `ids` are the target's, after `context` visible ids; `starts` are the target indices where blocks begin; `reveal_steps`
 count from 0 in every block. `confidence` is the log-odds of P1, `margin` is P1 - P2 and `entropy` is in nats, each at
 the step at which the token was revealed. `values` are all log-probabilities of the estimator, and `stderr` is its Monte
@@ -28,7 +29,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -231,26 +232,32 @@ def _order(score: Score) -> dict[str, Any]:
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The windows of a trace, of all ranks, by task, document, request and window; of equal ones the last.
 
-    Raises DuelError if there is no trace, or its files have different specs.
+    Of several texts with one number, each has its windows: those of the text that was scored last come last. Raises
+    DuelError if there is no trace, or its files have different specs.
     """
-    requests: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # windows of each request
+    requests: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # windows of each request and text
     for file in _files(path):
         for line in _lines(file):
-            request = tuple(line.get(name) for name in REQUEST)
+            request = (*request_of(line), line.get("sha256"))
             number = line["window"]
             if number == 0:  # a request that was scored again is written completely
-                requests[request] = {}
+                requests.pop(request, None)
             requests.setdefault(request, {})[number] = line
 
     def none_last(request: tuple[Any, ...]) -> list[tuple[bool, Any]]:
-        return [(value is None, value) for value in request]
+        return [(value is None, value) for value in request[: len(REQUEST)]]
 
     windows = []
-    for request in sorted(requests, key=none_last):
+    for request in sorted(requests, key=none_last):  # a stable sort: texts stay in the order of their scoring
         lines = requests[request]
         for number in sorted(lines):
             windows.append(lines[number])
     return windows
+
+
+def request_of(window: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The task and the numbers by which the request of a window is known."""
+    return tuple(window.get(name) for name in REQUEST)
 
 
 def files(place: str) -> list[str]:
@@ -340,7 +347,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _window(line: dict[str, Any]) -> dict[str, Any]:
     """A line that is whole and consistent, with its infinities; raises one of several errors for another."""
     line = _with_infinities(line)
-    kinds = {"window": int, "task": str | None, "doc": int | None, "request": int | None}
+    kinds = {"window": int, "task": str | None, "doc": int | None, "request": int | None, "sha256": str | None}
     for name, kind in kinds.items():
         if not isinstance(line.get(name), kind):
             raise ValueError(f"{name} is {line.get(name)!r}")

@@ -15,7 +15,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.results.runs import Run, model_label, name_of_files
+from lm_eval_duel.results.runs import Run, file_of, model_label
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.text.annotated import token_texts
 
@@ -42,7 +42,11 @@ class Traces:
         for run in runs:
             path = self._path(run)
             if path is not None:
-                run = dataclasses.replace(run, trace=path, traced=self._values(path))
+                windows = self.windows(path, run)
+                if self.read(path) and not windows:
+                    others = f"The trace {path} has other texts than {run.name}; name one of its texts with --traces."
+                    notes.append(Note(advice=others))
+                run = dataclasses.replace(run, trace=path, traced=_values(windows))
             elif run.config.duel.get("trace"):
                 gone = f"The trace of {run.name} is no longer at {run.config.duel['trace']}; name it with --traces."
                 notes.append(Note(advice=gone))
@@ -63,18 +67,40 @@ class Traces:
         if written:
             places.append(Path(written))
             places.append(run.file.parent / Path(written).name)
-        for place in places:
-            if self.fingerprint(place) == run.config.fingerprint:
+        of_spec = [place for place in places if self.fingerprint(place) == run.config.fingerprint]
+        for place in of_spec:
+            if self.windows(place, run):
                 return place
-        return None
+        return of_spec[0] if of_spec else None
 
-    def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
-        """The nats of each document of a trace, by (task, value)."""
-        nats: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        for window in self.read(path):
-            for name, value in (window.get("values") or {}).items():
-                nats[str(window["task"]), str(name)][int(window["doc"])] += float(value)
-        return nats
+    def windows(self, path: Path, run: Run | None) -> list[dict[str, Any]]:
+        """The windows of a trace that are of the texts of a run, or of no run.
+
+        Where the run does not say which text it scored, they are of the last one of the trace.
+        """
+        windows = self.read(path)
+        last = {}  # the digest of each request's last text
+        for window in windows:
+            last[trace.request_of(window)] = window.get("sha256")
+
+        kept = []
+        for window in windows:
+            text = window.get("sha256")
+            wanted = last[trace.request_of(window)]
+            if run is not None and text is not None:
+                wanted = run.text_of(window["task"], window["doc"]) or wanted
+            if text == wanted:
+                kept.append(window)
+        return kept
+
+
+def _values(windows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Counter[int]]:
+    """The nats of each document of a trace, by (task, value)."""
+    nats: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for window in windows:
+        for name, value in (window.get("values") or {}).items():
+            nats[str(window["task"]), str(name)][int(window["doc"])] += float(value)
+    return nats
 
 
 def _fingerprint(path: Path) -> str:
@@ -125,14 +151,16 @@ def _is_close(nats: float, others: float) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentKey:
-    """A document among those of a report. `name`: of one of the user's texts, by its file; else empty.
+    """A document among those of a report, known by its task, its number and its text.
 
-    `label`: the name of its task in tables. Traces of fewer documents may have another one for the same document.
+    `text`: a digest, since results of other texts may have the same task and number. `name`: of one of the user's
+    texts, by its file; else empty. `label`: the name of its task in tables.
     """
 
     task: str
     number: int
-    name: str = ""
+    text: str = ""
+    name: str = dataclasses.field(default="", compare=False)
     label: str = dataclasses.field(default="", compare=False)
 
     @property
@@ -142,14 +170,14 @@ class DocumentKey:
 
 
 def documents(
-    traces: Traces, runs: Sequence[Run], most: int, tokenizer: str | None = None
+    traces: Traces, runs: Sequence[Run], labels: Mapping[tuple[str, str], str], most: int, tokenizer: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Note]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
     `runs` name the models of their traces; a trace of none has the model that its first line names, else the name of
-    its file. `tokenizer`: for all traces, instead of their own.
+    its file. `labels`: the name in tables of each (run, task). `tokenizer`: for all traces, instead of their own.
     """
-    orders = _orders_of_documents(traces, runs, tokenizer)
+    orders = _orders_of_documents(traces, runs, labels, tokenizer)
     keys: dict[str, list[DocumentKey]] = {}  # of each task
     for key in orders:
         keys.setdefault(key.label, []).append(key)
@@ -173,7 +201,9 @@ def documents(
     return shown, notes
 
 
-def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[DocumentKey, list[Order]]:
+def _orders_of_documents(
+    traces: Traces, runs: Sequence[Run], labels: Mapping[tuple[str, str], str], tokenizer: str | None
+) -> dict[DocumentKey, list[Order]]:
     """The orders of each document that a trace holds, its windows joined."""
     models: dict[str | None, str] = {}  # by fingerprint
     paths: dict[Path, None] = {}
@@ -189,12 +219,10 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
         spec = header["spec"]
         tokenizer_of_trace = tokenizer or str(header.get("tokenizer") or "")
         model = models.get(header.get("fingerprint")) or model_label(str(header.get("pretrained") or path.stem))
-        windows = traces.read(path)
-        own_texts = name_of_files(filter(None, map(_name, windows)))
-        for window in windows:
+        for window, run in _with_runs(traces, path, runs):
             for rule, order in _orders(window, spec):
                 label = _label(model, spec, rule)
-                key = _key(window, own_texts)
+                key = _key(window, run, labels)
                 of_document = orders.setdefault(key, {})
                 joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
                 joined.add(window, order)
@@ -209,16 +237,28 @@ def _each_once(orders: Iterable[Order]) -> list[Order]:
     return kept
 
 
-def _key(window: Mapping[str, Any], own_texts: str) -> DocumentKey:
-    """The document of a window. `own_texts`: the label of the texts that `score` scored."""
-    name = _name(window)
+def _with_runs(traces: Traces, path: Path, runs: Iterable[Run]) -> Iterable[tuple[Mapping[str, Any], Run | None]]:
+    """The windows of a trace whose texts its runs have scored, each with one such run.
+
+    None stands for the run of a trace that belongs to none of the results.
+    """
+    of_trace: list[Run | None] = [run for run in runs if run.trace == path]
+    found: dict[int, tuple[Mapping[str, Any], Run | None]] = {}  # by the identity of the window: runs may share it
+    for run in of_trace or [None]:
+        for window in traces.windows(path, run):
+            found.setdefault(id(window), (window, run))
+    return found.values()
+
+
+def _key(window: Mapping[str, Any], run: Run | None, labels: Mapping[tuple[str, str], str]) -> DocumentKey:
+    """The document of a window that a run scored."""
     task = window["task"]
-    return DocumentKey(task, window["doc"], name, label=own_texts if name else task)
-
-
-def _name(window: Mapping[str, Any]) -> str:
-    """The name of one of the user's texts that `score` scored; empty for a document of a task."""
-    return str(window.get("document", "")) if window.get("task") == "score" else ""
+    name = str(window.get("document", "")) if task == "score" else ""
+    if run is None:
+        label = file_of(name) if name else task
+    else:
+        label = labels.get((run.name, task)) or str(run.content.get("scored") or task)
+    return DocumentKey(task, window["doc"], window.get("sha256") or "", name, label)
 
 
 def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import golden
 import numpy as np
@@ -23,6 +24,7 @@ from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.report import collect
+from lm_eval_duel.results.trace import read as read_trace
 from lm_eval_duel.rules import presets
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -265,9 +267,9 @@ def test_a_report_of_limited_scores_says_how_many_documents_there_are_and_which_
     """Two files, whose texts are not the same, have tables apart, each with the name of its file alone."""
     scores = []
     trace = tmp_path / "trace.jsonl"
-    for name, text in (("one.txt", "a b c"), ("two.txt", "c b a")):
+    for name, lines in (("one.txt", ["a b c", "b c", "c a"]), ("two.txt", ["c b a", "c b", "c a"])):
         file = tmp_path / name
-        file.write_text("\n".join([text, "b c", "c a"]))
+        file.write_text("\n".join(lines))
         scores.append(str(tmp_path / f"{name}.json"))
         words = ("--lines", "--limit", "2", "--json", scores[-1], "--trace", str(trace))
         printed = run(
@@ -311,12 +313,18 @@ def test_texts_of_a_folder_are_one_task(folder, tmp_path, capsys):
         words = ("--lines", "--json", results[-1], "--trace", trace)
         run(str(tmp_path / place), *words, "--model_args", f"pretrained={folder},{model}", capsys=capsys)
 
+    of_documents = json.loads(Path(results[-1]).read_text())["documents"]
+    digests = dict.fromkeys(line["sha256"] for line in read_trace(trace))
+    assert list(digests) == [document["sha256"] for document in of_documents]
+
     content = collect(parse_report([*results, "--page", "--shown", "2", "--out", "unused"]))
 
     [name] = content.tasks
     assert name in ("x.txt and 2 more", "lines.txt")
-    titles = [document["title"] for document in content.documents]
-    assert sorted(titles) == ["lines.txt:1", "lines.txt:2", "x.txt:1", "y.txt:1"]
+    assert len(content.documents) == 2
+    for document in content.documents:
+        assert document["title"] in ("x.txt:1", "y.txt:1", "lines.txt:1", "lines.txt:2")
+        assert len(document["orders"]) == 2, "of both results"
 
 
 def test_the_models_without_a_trace_are_named(folder, texts, tmp_path, capsys):

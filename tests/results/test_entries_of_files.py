@@ -141,7 +141,7 @@ def test_texts_of_score_have_the_units_that_any_of_them_has(first):
 
 def test_texts_of_score_are_named_by_their_files():
     def named(*names):
-        return read._scored([{"document": name} for name in names])
+        return runs.name_of_files(names)
 
     assert named() == ""
     assert named("x.txt") == "x.txt"

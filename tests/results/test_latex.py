@@ -53,7 +53,7 @@ def test_rows_have_the_columns_of_the_heading():
 def test_a_minus_is_one_and_remarks_are_text():
     text = table(["first", "second"]).latex()
 
-    assert r"$-$0.25\textsuperscript{1}" in text
+    assert r"\textbf{$-$0.25}\textsuperscript{1}" in text
     assert r"$-$0.5 to +0.5" in text
     assert r"\textsuperscript{2}~of second" in text
     assert "again" not in text, "advice is not for readers"

@@ -411,11 +411,11 @@ def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):
     monkeypatch.setattr(traced, "_orders_of_documents", lambda *_: orders)
 
     for most, expected in ((0, []), (1, [7]), (3, [7, 9, 0]), (98, [7, 9, *range(7), 8, *range(10, 98)])):
-        shown, notes = traced.documents(SimpleNamespace(), [], most)
+        shown, notes = traced.documents(SimpleNamespace(), [], {}, most)
         assert [document["number"] for document in shown] == expected
         assert notes == []
 
-    shown, [note] = traced.documents(SimpleNamespace(), [], 99)
+    shown, [note] = traced.documents(SimpleNamespace(), [], {}, 99)
     assert len(shown) == 98
     assert "98 of 99" in note.fact
 

@@ -1,13 +1,16 @@
 """The traces of a report: how windows are joined, which orders are shown, and which trace and which window counts."""
 
 import re
+import shutil
 
 import pytest
 from results import documents, ours, put, trace
 
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import read, traced
+from lm_eval_duel.results import read, stats, traced
 from lm_eval_duel.results import trace as trace_files
+from lm_eval_duel.results.report import collect
 
 DOCS = {"sotu": documents([-60, -150, -90], [20, 40, 30])}
 WINDOW = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7], "starts": [0, 2]}
@@ -87,6 +90,57 @@ def test_of_equal_windows_the_last_written_counts_and_a_request_is_replaced_whol
 
     written = [(line["doc"], line["window"], line["values"]["duel"]) for line in windows]
     assert written == [(0, 0, -9.0), (1, 0, -3.5)]
+
+
+def test_each_result_has_its_own_texts_of_a_trace(tmp_path, monkeypatch):
+    """Of one that was continued with other texts, and of two under one spec. No result has the third text."""
+    monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: list(map(str, ids)))
+    windows = {}
+    for text, nats in (("first", -3.5), ("second", -9.0), ("third", -1.0)):
+        windows[text] = WINDOW | {"sha256": stats.key_of(text), "values": {"duel": nats}}
+        if text != "third":
+            file = ours(tmp_path / text, docs={"sotu": documents([nats], [3], [text])})
+    of_all = trace(tmp_path / "all.jsonl", file, [windows["second"], windows["first"], windows["third"]])
+    of_each = [trace(tmp_path / f"{text}.jsonl", file, [line]) for text, line in windows.items()]
+    runs = read.runs([tmp_path / "first", tmp_path / "second"])
+
+    for places in ([of_all], of_each):
+        attached, notes = traced.Traces(places).attach(runs)
+        assert [run.traced["sotu", "duel"] for run in attached] == [{0: -3.5}, {0: -9.0}]
+        assert notes == []
+    [first, _], [note] = traced.Traces(of_each[1:]).attach(runs)
+    assert first.traced == {}
+    assert "other texts" in note.advice
+
+    for folder in ("first", "second"):
+        shutil.copytree(tmp_path / folder, tmp_path / "both", dirs_exist_ok=True)
+    words = ("--apart", "--page", "--tokenizer", "demo-mdm", "--traces", str(of_all), "--out", "unused")
+    content = collect(parse([str(tmp_path / "both"), *words]))
+    assert [document["title"] for document in content.documents] == ["sotu, document 0", "sotu (2), document 0"]
+    for document in content.documents:
+        assert len(document["orders"]) == 1
+
+
+def test_a_trace_that_two_results_share_is_shown_once(tmp_path):
+    files = [ours(tmp_path / name, docs=DOCS) for name in ("first", "again")]
+    path = trace(tmp_path / "t.jsonl", files[0], [WINDOW])
+    traces = traced.Traces([path])
+    runs, _ = traces.attach(read.runs([tmp_path / "first", tmp_path / "again"]))
+
+    [orders] = traced._orders_of_documents(traces, runs, {}, None).values()
+
+    [order] = orders
+    assert order.ids == WINDOW["ids"]
+
+
+def test_of_a_trace_without_results_the_last_texts_are_shown(tmp_path):
+    file = ours(tmp_path, docs=DOCS)
+    lines = [WINDOW | {"sha256": text} for text in ("2", "1", "3", "1")]
+    path = trace(tmp_path / "t.jsonl", file, lines)
+
+    [window] = traced.Traces([]).windows(path, None)
+
+    assert window["sha256"] == "1"
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "rules", "lattice_rule_code"])
