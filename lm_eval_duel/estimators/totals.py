@@ -293,8 +293,9 @@ class TwoPhaseBlocks(BlockSums):
 
     @property
     def stderr(self) -> float | None:
-        """The sampling standard error, nats; None: too few blocks were drawn."""
-        return self.error if self.drawn >= FEW or self.sampled == self.count else None
+        """The sampling standard error, nats; None: too few blocks were drawn. 0 if each stands for itself alone."""
+        nothing_is_drawn = self.sampled == self.count and self.drawn == 0
+        return self.error if self.drawn >= FEW or nothing_is_drawn else None
 
     @property
     def correlation(self) -> float | None:

@@ -37,6 +37,7 @@ from lm_eval_duel.library.ids import (
     Default,
     OnIds,
     TextOrIds,
+    as_list,
     estimator_options,
     estimators_listing,
     keywords_of_duel,
@@ -225,6 +226,7 @@ class Duel(OnIds):
         """
         from lm_eval_duel.denoisers.in_memory import from_model
 
+        require_tokenizer(tokenizer)
         entry = registry.find(arguments.get("estimator", "duel"))
         keywords = {key: arguments.pop(key) for key in (*KEYWORDS, *own_arguments(entry)) if key in arguments}
         given = list(arguments)
@@ -277,7 +279,7 @@ class Duel(OnIds):
         """
         with self.estimator.one_run():
             scores = dict(self.score_stream(texts, contexts, suffixes))
-        return [with_doubt(scores[n], self.counts) for n in range(len(texts))]
+        return [with_doubt(scores[n], self.counts) for n in sorted(scores)]
 
     def score_stream(
         self,
@@ -286,6 +288,7 @@ class Duel(OnIds):
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
+        texts = as_list(texts, "texts")
         has_contexts = contexts is not None or suffixes is not None
         encoder = self._require_encoder("score", texts, has_contexts)
         contexts_of_texts = one_each(texts, contexts, "contexts")
@@ -358,6 +361,7 @@ class Duel(OnIds):
             grid=self.grid,
             batch_size=self.estimator.budget,
         )
+        texts = as_list(texts, "texts")
         documents = text_windows(self._require_encoder("estimate", texts), texts)
         windows = [each.windows for each in documents]
         estimates: dict[int, TextEstimate] = {}
@@ -417,7 +421,7 @@ class Duel(OnIds):
                 keys=keys,
             )
             texts = dict(stream)
-        return [with_doubt(texts[n], self.counts) for n in range(len(prompts))]
+        return [with_doubt(texts[n], self.counts) for n in sorted(texts)]
 
     def generate_stream(
         self,
@@ -444,6 +448,7 @@ class Duel(OnIds):
             "until": until,
         }
         settings = Settings.from_arguments(arguments, seed)
+        prompts = as_list(prompts, "prompts")
         # a single text in place of a list is refused; in a list, prompts given as ids need no check
         texts = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", texts, has_contexts=True)
@@ -455,8 +460,7 @@ class Duel(OnIds):
                     length = min(length, encoder.room(prompt, after[n]))
             settings = dataclasses.replace(settings, length=length)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
-        if keys is None:
-            keys = range(len(prompts))
+        keys = range(len(prompts)) if keys is None else list(keys)
         return self._generated(generator, prompts, keys, after)
 
     def _generated(
@@ -488,12 +492,6 @@ class Duel(OnIds):
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
                 generated = GeneratedText.from_sample(
-                    prompts[n],
-                    text,
-                    window,
-                    sample,
-                    generator.duel,
-                    encoder.tokenizer,
-                    changes,
+                    prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes
                 )
                 yield n, generated

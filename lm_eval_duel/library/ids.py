@@ -377,10 +377,13 @@ def require_rule(rule: Any) -> None:
     registry.require_not_estimator("rule", str(rule))
 
 
-def require_network(denoiser: Denoiser | str) -> None:
-    """Raise DuelError if this is the name of a network."""
+def require_network(denoiser: Any) -> None:
+    """Raise DuelError if this is the name of a network, or a network that is no denoiser."""
     if isinstance(denoiser, str):
         raise DuelError(f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r}).")
+    if not hasattr(denoiser, "family"):
+        got = type(denoiser).__name__
+        raise DuelError(f"denoiser must be a Denoiser; got {got}. For a network use Duel.from_model(model, tokenizer).")
 
 
 def require_tokenizer(tokenizer: Any) -> None:
@@ -454,6 +457,18 @@ def text_windows(
     return encoded
 
 
+def as_list(given: Any, name: str) -> Any:
+    """Texts in their order: a column of a table is indexed by its labels, and a generator not at all.
+
+    A single text is left as it is, to be refused. Raises DuelError for what holds no texts.
+    """
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Iterable):
+        raise DuelError(f"{name} is a list of texts; got an object of the class {type(given).__name__}.")
+    return list(given)
+
+
 def one_each(
     texts: Sequence[Any],
     given: Sequence[TextOrIds] | None,
@@ -463,6 +478,7 @@ def one_each(
     """The context or suffix of each text; raises DuelError if there is not one for each."""
     if given is None:
         return [nothing] * len(texts)
+    given = as_list(given, name)
     if isinstance(given, str) or len(given) != len(texts):
         came = "one text" if isinstance(given, str) else str(len(given))
         raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")

@@ -141,7 +141,7 @@ class TextEstimate(Plain):
     variation between texts.
     """
 
-    internal: ClassVar = ("window_scores", "sums")
+    internal: ClassVar = ("windows", "window_scores", "sums")
     computed: ClassVar = ("perplexity", "perplexity_stderr", "bits_per_byte", "kind")
 
     text: str | None  # None: several
@@ -152,6 +152,7 @@ class TextEstimate(Plain):
     blocks: int
     sampled_blocks: int  # scored without the cache, too
     correlation: float | None  # of a block's log-probs with and without the cache, over sampled blocks
+    windows: tuple[Window, ...] = dataclasses.field(repr=False)
     window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
@@ -205,19 +206,21 @@ class TextEstimate(Plain):
         """The estimate of a text from the scores of its windows."""
         sums = Total.from_scores(encoded.windows, scores, estimator.name)
         sizes = (encoded.tokens, count_units(encoded.scored).bytes)
-        return cls._from_sums(text, sizes, tuple(scores), sums, estimator.describe())
+        return cls._from_sums(text, sizes, encoded.windows, scores, sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
         """The estimate of several texts together. Equal texts have one sample, which the error takes into account."""
+        windows: list[Window] = []
         scores: list[Score] = []
         for estimate in estimates:
+            windows += estimate.windows
             scores += estimate.window_scores
         tokens = sum(estimate.tokens for estimate in estimates)
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
         spec = estimates[0].spec if estimates else {}
-        several = cls._from_sums(None, (tokens, size), tuple(scores), sums, spec)
+        several = cls._from_sums(None, (tokens, size), windows, scores, sums, spec)
         notes = dict.fromkeys(estimate.note for estimate in estimates)
         return dataclasses.replace(several, note="; ".join(filter(None, notes)))
 
@@ -226,7 +229,8 @@ class TextEstimate(Plain):
         cls,
         text: str | None,
         sizes: tuple[int, int],
-        scores: tuple[Score, ...],
+        windows: Sequence[Window],
+        scores: Sequence[Score],
         sums: Total,
         spec: dict[str, object],
     ) -> TextEstimate:
@@ -242,7 +246,8 @@ class TextEstimate(Plain):
             blocks=blocks.count,
             sampled_blocks=blocks.sampled,
             correlation=blocks.correlation,
-            window_scores=scores,
+            windows=tuple(windows),
+            window_scores=tuple(scores),
             sums=sums,
             spec=spec,
         )

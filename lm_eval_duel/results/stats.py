@@ -116,6 +116,7 @@ def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray, documents: 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
+OTHER_WINDOWS = "no verdict: the windows differ"
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 95 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
 
@@ -260,6 +261,7 @@ class Texts(NamedTuple):
     keys: list[str]  # equal for equal texts
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
+    cuts: list[list[tuple[int, int]]]  # of each window of each text: its tokens, and those of the text before it
     value: Value  # of their sum; equal texts share one error
     no_error: str  # why a value that is drawn has no error
 
@@ -284,7 +286,7 @@ def compare(
 
     Returns:
         The difference in nats per unit, its 95 % interval (bootstrap over texts, including the Monte Carlo error of
-        estimates and bounds), and a verdict.
+        estimates and bounds), and a verdict: none if long texts of the same tokens are cut at different places.
 
     Raises:
         DuelError: If the texts differ, there are none, or the unit is unknown.
@@ -322,7 +324,11 @@ def compare(
     draws: Any = (None, None)
     if len(order) > 1 and np.isfinite(sums).all():
         draws = bootstrap_rates(table, keys)
-    return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
+    result = difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
+    same_tokens = first.counts["token"] == second.counts["token"]
+    if result.verdict and same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
+        return dataclasses.replace(result, better="", verdict=OTHER_WINDOWS)
+    return result
 
 
 def _is_list(scores: Any) -> bool:
@@ -356,11 +362,21 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             "word": [score.units.words for score in scores],
             "byte": [score.units.bytes for score in scores],
         },
+        cuts=[_cuts(score.windows) for score in scores],
         value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
         no_error=entry.unknown_error(total.error, spec),
     )
     _check_texts(texts)
     return texts
+
+
+def _cuts(windows: Sequence[Any]) -> list[tuple[int, int]]:
+    """The lengths of windows and of the text visible before them. Special tokens of a model are in every context."""
+    cuts = []
+    for window in windows:
+        visible = len(window.context) - len(windows[0].context)
+        cuts.append((len(window.target), visible))
+    return cuts
 
 
 def _check_scores(scores: Sequence[Any], name: str) -> None:

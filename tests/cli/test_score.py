@@ -321,6 +321,9 @@ def test_texts_of_a_folder_are_one_task(folder, tmp_path, capsys):
 
     [name] = content.tasks
     assert name in ("x.txt and 2 more", "lines.txt")
+    of_folder = collect(parse_report([results[0], "--page", "--shown", "2", "--out", "unused"]))
+    assert [document["title"] for document in of_folder.documents] == ["x.txt:1", "y.txt:1"]
+
     assert len(content.documents) == 2
     for document in content.documents:
         assert document["title"] in ("x.txt:1", "y.txt:1", "lines.txt:1", "lines.txt:2")

@@ -186,6 +186,16 @@ def test_too_few_drawn_blocks_have_no_standard_error():
     assert blocks.stderr is None
 
 
+def test_blocks_that_all_happen_to_be_drawn_have_an_unknown_error():
+    """A weight above 1 stands for blocks that another draw would leave out. Without any, nothing is drawn."""
+    f = torch.tensor([-3.0, -2.0], dtype=torch.float64)
+    g = torch.tensor([-3.5, -2.5], dtype=torch.float64)
+
+    for weights, stderr in (([1.0, 1.0], 0.0), ([1.0, 1.5], None)):
+        blocks = TwoPhaseBlocks.from_blocks(g, f, torch.tensor(weights), variance=0.0)
+        assert blocks.stderr == stderr
+
+
 def test_the_correlation_is_that_of_the_sampled_blocks():
     toy = Attends(length=10)
     estimator = TwoPhase(toy, "greedy", 3, TwoPhaseArguments(0.5))

@@ -484,3 +484,50 @@ def test_an_estimate_has_plain_values():
     assert values["perplexity"] == pytest.approx(estimate.perplexity)
     assert values["kind"] == estimate.kind
     assert json.loads(json.dumps(values)).keys() == values.keys()
+
+
+class Column:
+    """A column of a table, as in pandas: it yields its values, but is indexed by labels."""
+
+    def __init__(self, values):
+        self.values = dict(enumerate(values))
+
+    def __len__(self):
+        return len(self.values)
+
+    def __iter__(self):
+        return reversed(self.values.values())
+
+    def __getitem__(self, label):
+        return self.values[label]
+
+
+@pytest.mark.parametrize("form", [Column, iter])
+def test_texts_come_in_the_order_of_their_column_or_generator(duel, form):
+    given = form(SHORT)
+    in_order = SHORT if form is iter else SHORT[::-1]
+    expected = duel.score(in_order, contexts=in_order)
+
+    scores = duel.score(given, contexts=form(SHORT))
+
+    assert [score.text for score in scores] == in_order
+    for score, same in zip(scores, expected, strict=True):
+        assert score.context == same.context
+        close_nats(score.log_prob, same.log_prob)
+    assert [sample.prompt for sample in duel.generate(form(SHORT), max_new_tokens=4)] == in_order
+    mdm = Duel.from_pretrained("demo-mdm", device="cpu")
+    assert [estimate.text for estimate in mdm.estimate(form(SHORT))] == in_order
+
+
+def test_a_network_that_is_no_denoiser_and_a_name_for_a_tokenizer_are_refused():
+    network = torch.nn.Linear(2, 2)
+    with pytest.raises(DuelError, match="from_model"):
+        Duel(network)
+    with pytest.raises(DuelError, match="load_tokenizer"):
+        Duel.from_model(network, "demo-mdm")
+
+
+def test_what_holds_no_texts_is_refused(duel):
+    for method in (duel.score, duel.generate):
+        with pytest.raises(DuelError, match="class int"):
+            method(5)

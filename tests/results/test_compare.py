@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from results import ours, text_score, three_documents
 
-from lm_eval_duel import DuelError, compare
+from lm_eval_duel import DuelError, Window, compare
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
@@ -268,3 +268,25 @@ def score_file(name, scores_of_texts):
         "documents": documents,
         "duel": {**shared, "schema": SCHEMA, "pretrained": name, "tasks": {}},
     }
+
+
+def test_texts_cut_at_different_places_have_no_verdict():
+    """Unless other tokens are counted. Special tokens before the text of every window make no difference."""
+
+    def cut(scores_of_texts, *windows):
+        return [dataclasses.replace(score, windows=windows) for score in scores_of_texts]
+
+    a = cut(scores(), Window((1,), (5, 6)), Window((1,), (7,)))
+    better = scores(0.05, seed=2)
+    for windows, verdict in (
+        ([Window((), (5, 6)), Window((), (7,))], "first is better"),
+        ([Window((), (5,)), Window((), (6, 7))], "no verdict: the windows differ"),
+        ([Window((), (5, 6)), Window((6,), (7,))], "no verdict: the windows differ"),
+    ):
+        difference = compare(a, cut(better, *windows))
+        assert difference.verdict == verdict
+        assert bool(difference.better) == (verdict == "first is better")
+        assert difference.interval
+
+    other_tokens = cut(scores(0.05, seed=2, tokens=70), Window((), (5, 6, 7)))
+    assert compare(a, other_tokens, unit="byte").verdict == "first is better"
