@@ -183,4 +183,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.models = [OtherModel("", first)]
     for text in options.compare:
         options.models.append(other_model(text, first))
+    require_traces_apart(options.models)
     return options
+
+
+def require_traces_apart(models: Sequence[OtherModel]) -> None:
+    """Raise DuelError if two models have the same trace, which is of one model."""
+    traces = set()
+    for model in models:
+        trace = model.args.get("trace")
+        if trace is None:
+            continue
+        place = Path(str(trace)).resolve()
+        if place in traces:
+            raise DuelError(f"Two models have the trace {trace}, and a trace is of one model; name two files.")
+        traces.add(place)

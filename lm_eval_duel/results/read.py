@@ -63,7 +63,8 @@ def runs(places: Iterable[str | Path]) -> list[Run]:
 def files(places: Iterable[str | Path]) -> list[Path]:
     """The result files among files and below folders, each once; raises DuelError for a place without any.
 
-    The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
+    The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json. Files of `score --json`, whose
+    names the user chose, are known by their first lines.
     """
     paths: list[Path] = []
     for place in map(Path, places):
@@ -72,12 +73,12 @@ def files(places: Iterable[str | Path]) -> list[Path]:
             continue
         inside = []
         for file in sorted(place.rglob("*.json")):
-            if _is_named_as_results(file):
+            if _is_named_as_results(file) or _is_of_score(file):
                 inside.append(file)
         if not inside:
             missing = f"No file or folder {place}"
             if place.is_dir():
-                missing = f"No results_*.json (or *_DATE.json) in {place} or below"
+                missing = f"No results_*.json (or *_DATE.json) and no file of score --json in {place} or below"
             raise DuelError(
                 f"{missing}; name results_*.json files of lm_eval, folders that hold them, or files of score --json."
             )
@@ -90,6 +91,12 @@ def files(places: Iterable[str | Path]) -> list[Path]:
 
 def _is_named_as_results(file: Path) -> bool:
     return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
+
+
+def _is_of_score(file: Path) -> bool:
+    with contextlib.suppress(OSError), file.open(encoding="utf-8", errors="replace") as content:
+        return f'"format": "{SCORE}"' in content.read(100)
+    return False  # a folder, or a file that may not be read
 
 
 def from_file(file: Path) -> list[Run]:

@@ -457,6 +457,6 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
         values[document] = (of_document, units)
     total, _ = sums(values)
     if not math.isclose(total, log_prob, rel_tol=1e-6):
-        both = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
+        both = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob:.3f}"
         return {}, Note(f"{both}: another run's trace")
     return values, Note()

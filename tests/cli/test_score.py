@@ -23,6 +23,7 @@ from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.read import files as find_results
 from lm_eval_duel.results.report import collect
 from lm_eval_duel.results.trace import read as read_trace
 from lm_eval_duel.rules import presets
@@ -313,6 +314,8 @@ def test_texts_of_a_folder_are_one_task(folder, tmp_path, capsys):
         words = ("--lines", "--json", results[-1], "--trace", trace)
         run(str(tmp_path / place), *words, "--model_args", f"pretrained={folder},{model}", capsys=capsys)
 
+    (tmp_path / "other.json").write_text("[]")
+    assert list(map(str, find_results([tmp_path]))) == sorted(results)
     of_documents = json.loads(Path(results[-1]).read_text())["documents"]
     digests = dict.fromkeys(line["sha256"] for line in read_trace(trace))
     assert list(digests) == [document["sha256"] for document in of_documents]
@@ -392,6 +395,14 @@ def test_files_that_overwrite_each_other_are_refused(folder, texts, tmp_path):
     file = str(tmp_path / "out")
     with pytest.raises(UsageError, match="same file"):
         score.parse([texts, "--model_args", f"pretrained={folder}", "--csv", file, "--json", file])
+
+
+def test_two_models_have_two_traces(folder, texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [texts, "--model_args", f"pretrained={folder}", "--trace", "t.jsonl", "--compare"]
+    with pytest.raises(UsageError, match="Two models have the trace"):
+        score.parse([*words, f"rule=margin,trace={tmp_path}/t.jsonl"])
+    score.parse([*words, "rule=margin,trace=other.jsonl", "rule=random"])
 
 
 def test_a_trace_has_one_name(folder, texts):

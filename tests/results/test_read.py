@@ -131,7 +131,7 @@ def test_files_that_are_no_results(tmp_path):
         run(tmp_path)
 
     folder.mkdir()
-    with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
+    with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) and no file of score --json in"):
         run(tmp_path)
 
     (folder / "results_x.json").write_text("{}")
