@@ -83,15 +83,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
-    """Raise DuelError for an --ar without results; if it is a model's name, the error says which files hold it."""
+    """Raise DuelError for an --ar that names no results: neither a place nor an autoregressive model."""
     if not Path(ar).exists():
         runs = read.runs(results)
-        of_model = [run for run in runs if ar in (run.label, run.pretrained)]
-        autoregressive = [run.name for run in of_model if run.config.autoregressive]
-        if autoregressive:
-            listed = ", ".join(autoregressive)
-            raise DuelError(f"--ar {ar} is a model, not a file or folder. Name a file of its results: {listed}.")
-        if of_model:
+        if baseline.of_model(ar, runs):
+            return
+        if any(ar in (run.label, run.pretrained) for run in runs):
             others = dict.fromkeys(run.label for run in runs if run.config.autoregressive)
             advice = baseline.how_to_make_one(runs)
             if others:

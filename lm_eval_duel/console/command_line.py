@@ -292,7 +292,9 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the table of docs/"),
     "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
-    "ar": Flag(PATH, None, "results of the autoregressive baseline", unset="the only one found", shows="RESULT"),
+    "ar": Flag(
+        PATH, None, "results of the autoregressive baseline, or its model", unset="the only one found", shows="RESULT"
+    ),
     "traces": Flag(PATH, None, "traces, or folders of them, that results do not name", many=True, shows="FILE"),
     "out": Flag(FOLDER, MISSING, "the folder to write to", shows="DIR"),
     "figures": Flag(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.results import match, order, read
@@ -12,12 +13,22 @@ from lm_eval_duel.results.table import Note
 
 
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
-    """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model."""
-    places = [options.ar] if options.ar else []
+    """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model.
+
+    --ar is a file, a folder, or the name of a model in the results. Of a file of `score --compare`, which has several
+    models, the autoregressive ones are meant.
+    """
     with usage():
+        if options.ar and not Path(options.ar).exists():
+            runs = read.runs(options.results)
+            return of_model(options.ar, runs), runs
+        places = [options.ar] if options.ar else []
         runs = read.runs([*options.results, *places])
-        ar_files = {str(file) for file in read.files(places)}
-    ar = [run for run in runs if run.name in ar_files]
+        ar_files = read.files(places)
+    ar = [run for run in runs if read.file_of_run(run) in ar_files]
+    causal = [run for run in ar if run.config.autoregressive]
+    if causal and all(read.is_of_score(run) for run in ar):
+        ar = causal
     for run in ar:
         if run.config.autoregressive:
             continue
@@ -27,6 +38,15 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
             f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
         )
     return ar, runs
+
+
+def of_model(name: str, runs: Sequence[Run]) -> list[Run]:
+    """The autoregressive runs of a model, or the one that messages call by this name (`FILE#2`)."""
+    found = []
+    for run in runs:
+        if run.config.autoregressive and name in (run.label, run.pretrained, run.name):
+            found.append(run)
+    return found
 
 
 def check_single(ar: Sequence[Run]) -> None:
@@ -88,7 +108,7 @@ def of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run
 
 def how_to_make_one(runs: Sequence[Run]) -> str:
     """Advice to score an autoregressive model as the results of `runs` were scored."""
-    of_score = all("scored" in run.content for run in runs)
+    of_score = all(map(read.is_of_score, runs))
     return match.TWIN_IN_SCORE if of_score else match.TWIN
 
 

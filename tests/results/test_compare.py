@@ -10,10 +10,12 @@ from results import ours, text_score, three_documents
 
 from lm_eval_duel import DuelError, Window, compare
 from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.results import baseline, read, stats
 from lm_eval_duel.results.read import SCORE_VERSION
+from lm_eval_duel.results.report import collect
 from lm_eval_duel.results.runs import SCHEMA
 
 SIZE = 40
@@ -290,3 +292,30 @@ def test_texts_cut_at_different_places_have_no_verdict():
 
     other_tokens = cut(scores(0.05, seed=2, tokens=70), Window((), (5, 6, 7)))
     assert compare(a, other_tokens, unit="byte").verdict == "first is better"
+
+
+def test_a_baseline_among_the_models_of_one_file(tmp_path):
+    """It is named by its model or as messages name it, or by the file if it is the only one there."""
+
+    def autoregressive(name):
+        content = score_file(name, scores())
+        for entries in (content, content["spec"], content["duel"]):
+            entries["estimator"] = "ar"
+        return content
+
+    def baselines(file, name):
+        options = parse([str(file), "--ar", name, "--out", "unused"])
+        return [run.label for run in collect(options).baselines]
+
+    one = tmp_path / "one.json"
+    two = tmp_path / "two.json"
+    one.write_text(json.dumps(score_file("M", scores(0.1)) | {"compared": [autoregressive("A")]}))
+    two.write_text(json.dumps(score_file("M", scores(0.1)) | {"compared": [autoregressive("A"), autoregressive("B")]}))
+
+    assert baselines(one, str(one)) == ["A"]
+    for name in ("B", f"{two}#3"):
+        assert baselines(two, name) == ["B"]
+    with pytest.raises(DuelError, match=r"more than once: .*two.json#2, .*two.json#3"):
+        baselines(two, str(two))
+    with pytest.raises(DuelError, match="without autoregressive results"):
+        baselines(two, "M")
