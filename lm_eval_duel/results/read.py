@@ -53,11 +53,15 @@ UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplex
 
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
+    """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models.
+
+    Files of `score` have no date. They come first, as they are named, so that one which is named last changes no name
+    of a table.
+    """
     every_run: list[Run] = []
     for file in files(places):
         every_run += from_file(file)
-    return distinguish(sorted(every_run, key=lambda run: (run.header.date, run.name)))
+    return distinguish(sorted(every_run, key=lambda run: run.header.date))
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
