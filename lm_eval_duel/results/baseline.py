@@ -25,7 +25,7 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
         places = [options.ar] if options.ar else []
         runs = read.runs([*options.results, *places])
         ar_files = read.files(places)
-    ar = [run for run in runs if read.file_of_run(run) in ar_files]
+    ar = [run for run in runs if run.written in ar_files]
     causal = [run for run in ar if run.config.autoregressive]
     if causal and all(read.is_of_score(run) for run in ar):
         ar = causal

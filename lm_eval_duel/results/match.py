@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -242,8 +243,10 @@ def _same_windows_remedy(runs: Sequence[Run]) -> str:
 def _remedy_of_few(runs: Sequence[Run]) -> str:
     """The remedy to make again only the results whose windows are not those of most; empty if these may not fit.
 
-    A shorter row always fits; a longer one is known to if the same model has a result with it.
+    A shorter row always fits; a longer one is known to if the same model has a result with it. A result that shares its
+    file with others cannot be left out.
     """
+    in_files = Counter(run.written for run in runs)
     of_sizes: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         of_sizes.setdefault((run.windows, run.capacity), []).append(run)
@@ -258,7 +261,7 @@ def _remedy_of_few(runs: Sequence[Run]) -> str:
         if run in most:
             continue
         length = run.max_length - (run.capacity - most[0].capacity)  # they differ by special tokens
-        if run.windows != most[0].windows or length > longest[run.key]:
+        if run.windows != most[0].windows or length > longest[run.key] or in_files[run.written] > 1:
             return ""
         arguments.append(f"{run.name} again with max_length={length}")
     return f"make {' and '.join(arguments)}, and name the new results instead"

@@ -125,11 +125,6 @@ def is_of_score(run: Run) -> bool:
     return run.content.get("format") == SCORE
 
 
-def file_of_run(run: Run) -> Path:
-    """The file that holds a run: a file of `score --compare` has several, called FILE, FILE#2 and so on."""
-    return Path(re.sub(r"#\d+$", "", run.name)) if is_of_score(run) else run.file
-
-
 @contextlib.contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
     """Raise a DuelError that names the file if an entry of it is missing or of another type."""

@@ -204,6 +204,11 @@ class Run:
         return str(self.file)
 
     @property
+    def written(self) -> Path:
+        """The file on disk: one of `score --compare` has several runs, called FILE, FILE#2 and so on."""
+        return Path(re.sub(r"#\d+$", "", self.name)) if "scored" in self.content else self.file
+
+    @property
     def short_name(self) -> str:
         """Its name in notes."""
         return "/".join(self.file.parts[-2:])

@@ -3,6 +3,7 @@
 import itertools
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from results import report as run
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import match
 from lm_eval_duel.results.report import _latex, collect
 from lm_eval_duel.results.spec_entries import entries_for_names
 from lm_eval_duel.results.table import latex_text
@@ -472,3 +474,14 @@ def test_the_longest_document_is_the_tasks(tmp_path):
 def test_names_hold_the_special_tokens_as_the_model_arg_that_decides_on_them(entries, named):
     specs = [{} if entry is None else {"special_tokens": entry} for entry in entries]
     assert entries_for_names(specs, ["special_tokens"]) == [[name] for name in named]
+
+
+@pytest.mark.parametrize("shares_its_file", [False, True])
+def test_one_of_several_results_in_a_file_cannot_be_replaced_alone(shares_its_file):
+    runs = []
+    for n, capacity in enumerate((9, 9, 20)):
+        written = "s.json" if shares_its_file or n < 2 else "odd.json"
+        sizes = {"windows": "independent", "capacity": capacity, "max_length": capacity + 1}
+        runs.append(SimpleNamespace(name=f"s.json#{n}", written=written, key="M", **sizes))
+
+    assert bool(match._remedy_of_few(runs)) != shares_its_file
