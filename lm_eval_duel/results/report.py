@@ -136,6 +136,7 @@ def collect(options: argparse.Namespace) -> Report:
     baselines = list(dict.fromkeys([*baselines, *of_tables]))
     notes += apart
     notes.append(shown_once({name: task.same for name, task in tasks.items()}, same_averages))
+    notes.append(_all_mask_starts(shown))
 
     tasks_of_runs: dict[str, None] = dict.fromkeys(tasks)  # by their labels, too
     for run in runs:
@@ -168,6 +169,14 @@ def collect(options: argparse.Namespace) -> Report:
         average_pairs=average_pairs,
         same_averages=same_averages,
     )
+
+
+def _all_mask_starts(runs: Iterable[Run]) -> Note:
+    """A note on the models whose values depend on the position that a block of nothing but masks reveals first."""
+    labels = dict.fromkeys(run.label for run in runs if run.config.duel.get("all_mask_starts"))
+    if not labels:
+        return Note()
+    return Note(f"{', '.join(labels)}: in a row of masks alone, all positions tie, and the lowest is revealed first.")
 
 
 def _scored(runs: Iterable[Run]) -> list[str]:

@@ -140,7 +140,7 @@ DUEL: Types = {  # entries of config.duel
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity"), count),
     "cut_contexts": _counts,
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), count),
-    **dict.fromkeys(("decisions_checked", "decisions_differing"), count),
+    **dict.fromkeys(("decisions_checked", "decisions_differing", "all_mask_starts"), count),
     **dict.fromkeys(("generated", "verify_failed"), _texts),
     "seconds": number,
     "verify": _verify,

@@ -416,3 +416,15 @@ def test_the_result_that_takes_the_interval_from_gap_closed_is_named_once(tmp_pa
     assert note in reports.console(content)
     for each in content.tasks["sotu"].rows:
         assert (each.interval is None) == (each.row.estimator == "elbo_exact")
+
+
+@pytest.mark.parametrize("starts", [0, 3])
+def test_ties_in_rows_of_masks_are_told_with_the_results(tmp_path, starts):
+    ours(tmp_path, docs=three_documents("sotu"), duel={"all_mask_starts": starts})
+    ours(tmp_path, docs=three_documents("sotu"), model="Other")
+
+    facts = [note.fact for note in board(tmp_path).notes if "masks alone" in note.fact]
+
+    assert len(facts) == (1 if starts else 0)
+    for fact in facts:
+        assert fact.startswith("MDLM:")
