@@ -94,7 +94,7 @@ def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
             if others:
                 advice = f"RESULTS have those of {', '.join(others)}"
             raise DuelError(
-                f"--ar {ar} is a model without autoregressive results. --ar takes a file or folder of results of an "
-                f"autoregressive model: {advice}."
+                f"--ar {ar} is a model without autoregressive results. --ar takes an autoregressive model of RESULTS, "
+                f"or a file or folder of its results: {advice}."
             )
     read.files([ar])

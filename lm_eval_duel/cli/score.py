@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     # A model alone is checked as it is loaded. Of several, none is loaded before all are checked.
-    for model in options.models if options.compare else []:
+    checked_first = options.models if options.compare else []
+    for model in checked_first:
         if model.note and rank == 0:
             log.info("%s", model.note)
         with usage(), model.naming_conflicts():

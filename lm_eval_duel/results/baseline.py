@@ -27,7 +27,7 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
         ar_files = read.files(places)
     ar = [run for run in runs if run.written in ar_files]
     causal = [run for run in ar if run.config.autoregressive]
-    if causal and all(read.is_of_score(run) for run in ar):
+    if causal and all(run.is_of_score for run in ar):
         ar = causal
     for run in ar:
         if run.config.autoregressive:
@@ -42,11 +42,11 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
 
 def of_model(name: str, runs: Sequence[Run]) -> list[Run]:
     """The autoregressive runs of a model, or the one that messages call by this name (`FILE#2`)."""
-    found = []
+    causal = []
     for run in runs:
         if run.config.autoregressive and name in (run.label, run.pretrained, run.name):
-            found.append(run)
-    return found
+            causal.append(run)
+    return causal
 
 
 def check_single(ar: Sequence[Run]) -> None:
@@ -108,7 +108,7 @@ def of_averages(runs: Sequence[Run], of_perplexities: Sequence[Run]) -> list[Run
 
 def how_to_make_one(runs: Sequence[Run]) -> str:
     """Advice to score an autoregressive model as the results of `runs` were scored."""
-    of_score = all(map(read.is_of_score, runs))
+    of_score = all(run.is_of_score for run in runs)
     return match.TWIN_IN_SCORE if of_score else match.TWIN
 
 

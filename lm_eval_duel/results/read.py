@@ -77,7 +77,7 @@ def files(places: Iterable[str | Path]) -> list[Path]:
             continue
         inside = []
         for file in sorted(place.rglob("*.json")):
-            if _is_named_as_results(file) or _is_of_score(file):
+            if _is_named_as_results(file) or _has_scores(file):
                 inside.append(file)
         if not inside:
             missing = f"No file or folder {place}"
@@ -97,7 +97,7 @@ def _is_named_as_results(file: Path) -> bool:
     return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
 
 
-def _is_of_score(file: Path) -> bool:
+def _has_scores(file: Path) -> bool:
     with contextlib.suppress(OSError), file.open(encoding="utf-8", errors="replace") as content:
         return f'"format": "{SCORE}"' in content.read(100)
     return False  # a folder, or a file that may not be read
@@ -119,10 +119,6 @@ def from_file(file: Path) -> list[Run]:
         for n, model in enumerate(content.get("compared", []), 2):
             models.append(read_of_score(Path(f"{file}#{n}"), model))
         return models
-
-
-def is_of_score(run: Run) -> bool:
-    return run.content.get("format") == SCORE
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.results.read import RESULTS, is_of_score, reading
+from lm_eval_duel.results.read import RESULTS, reading
 from lm_eval_duel.results.runs import MODEL, Run
 from lm_eval_duel.results.standings import RankedMethod
 from lm_eval_duel.rules import RULES, is_rule
@@ -77,7 +77,7 @@ def command(run: Run) -> str:
     response cache, and the folders of the results and of a trace, which may be private. Raises DuelError that names the
     file, for an entry that lm_eval does not write.
     """
-    if is_of_score(run):
+    if run.is_of_score:
         return OWN_TEXTS
     if run.config.ours and run.config.model != MODEL:
         return IN_PYTHON

@@ -204,9 +204,14 @@ class Run:
         return str(self.file)
 
     @property
+    def is_of_score(self) -> bool:
+        """True if `score --json` wrote it."""
+        return "scored" in self.content
+
+    @property
     def written(self) -> Path:
         """The file on disk: one of `score --compare` has several runs, called FILE, FILE#2 and so on."""
-        return Path(re.sub(r"#\d+$", "", self.name)) if "scored" in self.content else self.file
+        return Path(re.sub(r"#\d+$", "", self.name)) if self.is_of_score else self.file
 
     @property
     def short_name(self) -> str:

@@ -261,7 +261,7 @@ class Texts(NamedTuple):
     keys: list[str]  # equal for equal texts
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
-    cuts: list[list[tuple[int, int]]]  # of each window of each text: its tokens, and those of the text before it
+    cuts: list[list[tuple[int, int]]]  # of each text, see `_cuts`
     value: Value  # of their sum; equal texts share one error
     no_error: str  # why a value that is drawn has no error
 
@@ -371,7 +371,12 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
 
 
 def _cuts(windows: Sequence[Any]) -> list[tuple[int, int]]:
-    """The lengths of windows and of the text visible before them. Special tokens of a model are in every context."""
+    """The lengths of the windows of a text, and of the text visible before each; empty for a text in one window.
+
+    Special tokens of a model are in every context, or scored in the first window (bos=scored).
+    """
+    if len(windows) < 2:
+        return []
     cuts = []
     for window in windows:
         visible = len(window.context) - len(windows[0].context)

@@ -40,12 +40,11 @@ class Traces:
         attached = []
         notes = []
         for run in runs:
-            path = self._path(run)
+            path, windows = self._of_run(run)
             if path is not None:
-                windows = self.windows(path, run)
                 if self.read(path) and not windows:
-                    others = f"The trace {path} has other texts than {run.name}; name one of its texts with --traces."
-                    notes.append(Note(advice=others))
+                    others = f"The trace {path} has other texts than those of {run.name}; name a trace of these"
+                    notes.append(Note(advice=f"{others} with --traces."))
                 run = dataclasses.replace(run, trace=path, traced=_values(windows))
             elif run.config.duel.get("trace"):
                 gone = f"The trace of {run.name} is no longer at {run.config.duel['trace']}; name it with --traces."
@@ -60,8 +59,8 @@ class Traces:
                 notes.append(Note(advice=foreign))
         return attached, notes
 
-    def _path(self, run: Run) -> Path | None:
-        """The trace of a run; None if there is none."""
+    def _of_run(self, run: Run) -> tuple[Path | None, list[dict[str, Any]]]:
+        """The trace of a run, None if there is none, and its windows that are of the run's texts."""
         places = list(self.named)
         written = run.config.duel.get("trace")
         if written:
@@ -69,9 +68,10 @@ class Traces:
             places.append(run.file.parent / Path(written).name)
         of_spec = [place for place in places if self.fingerprint(place) == run.config.fingerprint]
         for place in of_spec:
-            if self.windows(place, run):
-                return place
-        return of_spec[0] if of_spec else None
+            windows = self.windows(place, run)
+            if windows:
+                return place, windows
+        return (of_spec[0] if of_spec else None), []
 
     def windows(self, path: Path, run: Run | None) -> list[dict[str, Any]]:
         """The windows of a trace that are of the texts of a run, or of no run.
@@ -243,11 +243,11 @@ def _with_runs(traces: Traces, path: Path, runs: Iterable[Run]) -> Iterable[tupl
     None stands for the run of a trace that belongs to none of the results.
     """
     of_trace: list[Run | None] = [run for run in runs if run.trace == path]
-    found: dict[int, tuple[Mapping[str, Any], Run | None]] = {}  # by the identity of the window: runs may share it
+    windows: dict[int, tuple[Mapping[str, Any], Run | None]] = {}  # by their identity: runs may share one
     for run in of_trace or [None]:
         for window in traces.windows(path, run):
-            found.setdefault(id(window), (window, run))
-    return found.values()
+            windows.setdefault(id(window), (window, run))
+    return windows.values()
 
 
 def _key(window: Mapping[str, Any], run: Run | None, labels: Mapping[tuple[str, str], str]) -> DocumentKey:

@@ -290,6 +290,9 @@ def test_texts_cut_at_different_places_have_no_verdict():
         assert bool(difference.better) == (verdict == "first is better")
         assert difference.interval
 
+    scored_bos = cut(better, Window((), (1, 5, 6, 7)))
+    assert compare(cut(scores(), Window((1,), (5, 6, 7))), scored_bos).verdict == "first is better", "nothing is cut"
+
     other_tokens = cut(scores(0.05, seed=2, tokens=70), Window((), (5, 6, 7)))
     assert compare(a, other_tokens, unit="byte").verdict == "first is better"
 
