@@ -10,6 +10,7 @@ from lm_eval_duel.cli.scored import RATES, TASK, ScoredModel, about_infinities
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results import baseline, columns, compare, match, read, stats, traced
 from lm_eval_duel.results.gaps import Pair
+from lm_eval_duel.results.notes import all_mask_starts
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, size_in_words
 from lm_eval_duel.results.table import spaced
@@ -54,7 +55,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     for note in task.notes:
         if any_cut or note != task.windows:
             remarks.append(note)
-    remarks += map(str, notes)
+    remarks += map(str, filter(None, [*notes, all_mask_starts(runs)]))
     distinct_texts = {line.key for line in scored[0].lines}
     if len(distinct_texts) < stats.FEW:
         remarks.append(TO_A_VERDICT)

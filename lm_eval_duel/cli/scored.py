@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import infinities, with_nulls
 from lm_eval_duel.core.scores import Value, perplexity, ratio
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.doubts import doubts, remarks
+from lm_eval_duel.results.notes import LOWEST_FIRST
 from lm_eval_duel.results.runs import size_in_words
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
@@ -167,8 +169,15 @@ class ScoredModel:
         if self.documents_stderr is not None:
             bits = _rate("bits_per_byte", self._is_drawn)(self.total)
             yield f"bits per byte {bits}, standard error over documents {number(self.documents_stderr, '.2g')}"
-        if len(self.lines) < self.available:
-            yield size_in_words(len(self.lines), self.available)
+        size = size_in_words(len(self.lines), self.available)
+        windows = self.info["duel"]["tasks"][TASK]["windows"]
+        if windows > len(self.lines):
+            hint = "; with --lines, each line of a .txt or .md file is a document" if len(self.lines) == 1 else ""
+            yield f"{size} in {counted(windows, 'window')}{hint}"
+        elif len(self.lines) < self.available:
+            yield size
+        if self.info["duel"].get("all_mask_starts"):
+            yield LOWEST_FIRST
         about_copies = stats.about_copies([line.key for line in self.lines])
         if about_copies:
             yield about_copies

@@ -20,7 +20,7 @@ from lm_eval_duel.audit.verify import OTHER_TEXTS, Verification
 from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score, Ties
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import InconsistentOutput, counted, naming
+from lm_eval_duel.errors import InconsistentOutput, naming
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -355,7 +355,6 @@ class Scoring:
         remaining = [n for n in order if n not in self.finished]
         verification = self.draw_verification(remaining)
         progress = self.begin(order, remaining)
-        ties_before = evaluation.counts.all_mask_starts
 
         with evaluation.computing():
             with progress.bar:
@@ -369,10 +368,6 @@ class Scoring:
             if verification is not None:
                 self.verify(verification)
 
-        ties = evaluation.counts.all_mask_starts - ties_before
-        if ties:
-            starts = counted(ties, "block")
-            log.info("%s started from masks alone, where all positions tie: the lowest was revealed first", starts)
         # The evaluation keeps the progress, which refers to `finished`: emptied, it does not keep the texts.
         return [self.finished.pop(n) for n in range(len(self.requests))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lm_eval_duel.errors import counted
 from lm_eval_duel.results import match, order, stats
@@ -10,6 +10,8 @@ from lm_eval_duel.results.doubts import FULL_PRECISION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.table import Note, number, percent
+
+LOWEST_FIRST = "in a row of masks alone, all positions tie, and the lowest is revealed first"
 
 SameOfTasks = Mapping[str, Mapping[Row, list[Row]]]
 
@@ -30,6 +32,14 @@ def about_elbo(elbo: Row, why: str) -> str:
     variant = f" ({elbo.variant})" if elbo.variant else ""
     remark = f" ({why})" if why else ""
     return f"ELBO of {elbo.model}{variant}: {text}{remark}"
+
+
+def all_mask_starts(runs: Iterable[Run]) -> Note:
+    """A note on the models whose values depend on the position that a row of nothing but masks reveals first."""
+    labels = dict.fromkeys(run.label for run in runs if run.config.duel.get("all_mask_starts"))
+    if not labels:
+        return Note()
+    return Note(f"{', '.join(labels)}: {LOWEST_FIRST}.")
 
 
 def shown_once(same: SameOfTasks, same_averages: SameOfTasks) -> Note:

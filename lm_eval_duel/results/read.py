@@ -41,7 +41,7 @@ from lm_eval_duel.tasks.data import TOKENS
 
 SCORE = "lm_eval_duel score"  # the format of a file of `score --json`
 SCORE_VERSION = 1
-RESULTS = "a results file of lm_eval"
+RESULTS = "a results file of lm_eval or of score --json"
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 AGAIN = "Run the task again, or leave the file out."
 SAME = 1e-6  # relative difference up to which two values are one

@@ -32,7 +32,7 @@ from lm_eval_duel.results.averages import AveragePair
 from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
-from lm_eval_duel.results.notes import shown_once
+from lm_eval_duel.results.notes import all_mask_starts, shown_once
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import Standings
@@ -136,7 +136,7 @@ def collect(options: argparse.Namespace) -> Report:
     baselines = list(dict.fromkeys([*baselines, *of_tables]))
     notes += apart
     notes.append(shown_once({name: task.same for name, task in tasks.items()}, same_averages))
-    notes.append(_all_mask_starts(shown))
+    notes.append(all_mask_starts(shown))
 
     tasks_of_runs: dict[str, None] = dict.fromkeys(tasks)  # by their labels, too
     for run in runs:
@@ -169,14 +169,6 @@ def collect(options: argparse.Namespace) -> Report:
         average_pairs=average_pairs,
         same_averages=same_averages,
     )
-
-
-def _all_mask_starts(runs: Iterable[Run]) -> Note:
-    """A note on the models whose values depend on the position that a block of nothing but masks reveals first."""
-    labels = dict.fromkeys(run.label for run in runs if run.config.duel.get("all_mask_starts"))
-    if not labels:
-        return Note()
-    return Note(f"{', '.join(labels)}: in a row of masks alone, all positions tie, and the lowest is revealed first.")
 
 
 def _scored(runs: Iterable[Run]) -> list[str]:

@@ -10,6 +10,7 @@ from lm_eval_duel.console.command_line import infinities
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import counted
 from lm_eval_duel.results import read, rows, run_tables
+from lm_eval_duel.results.notes import LOWEST_FIRST
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 
@@ -36,6 +37,8 @@ def summary(content: Mapping[str, Any]) -> str:
     if every_row:
         parts.append(run_tables.summary(every_row).markdown())
     remarks = [*_infinities(content), *_remarks(run), *_generated(run), *run.doubts, *_verified(run)]
+    if run.config.duel.get("all_mask_starts"):
+        remarks.append(LOWEST_FIRST)
     if remarks:
         parts.append("\n".join(remarks))
     parts.append(", ".join([*_documents(run), f"fingerprint {run.config.fingerprint}"]))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_duel.core.scores import Value, perplexity
+from lm_eval_duel.core.scores import Plain, Value, perplexity
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.keywords import known_keywords
@@ -157,11 +157,14 @@ class Side(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PairedDifference:
+class PairedDifference(Plain):
     """The difference of two models, first minus second, in nats per unit: below 0 the first is better.
 
-    `repr` and `str` are one sentence.
+    `repr` and `str` are one sentence. `to_dict()` has the perplexities, their errors and kinds in place of `values`.
     """
+
+    internal = ("values",)
+    computed = ("perplexities", "stderrs", "kinds")
 
     names: tuple[str, str] = ("", "")
     unit: str = ""  # token, word or byte

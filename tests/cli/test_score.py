@@ -1,6 +1,7 @@
 """`lm-eval-duel score`: the harness's numbers for the user's own texts."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -619,9 +620,21 @@ def test_two_samplers_of_one_estimator_are_told_apart():
         spec = {key: str(value) for key, value in presets.find(name).arguments.items()}
         line = scored.Line("total", "", Value(-3.0), 1, 1, 1, 0)
         info = {"spec": spec, "fingerprint": "", "duel": {"pretrained": "sdar"}}
-        [first, *_] = scored.ScoredModel(info, spec["estimator"], [line], line, 1)._about()
-        described.add(first)
+        described.add(scored.ScoredModel(info, spec["estimator"], [line], line, 1).method)
     assert len(described) == 2
+
+
+@pytest.mark.parametrize(("documents", "windows", "starts"), [(1, 3, 0), (1, 1, 0), (2, 3, 1), (2, 2, 1)])
+def test_below_the_table_of_a_model_stand_its_windows_and_ties(documents, windows, starts):
+    spec = {"rule": "greedy:k=1", "block": "4"}
+    duel = {"pretrained": "MDLM", "tasks": {"score": {"windows": windows}}, "all_mask_starts": starts}
+    line = scored.Line("a.txt", "", Value(-3.0), 1, 1, 1, 0)
+    lines = [dataclasses.replace(line, key=str(n)) for n in range(documents)]
+    text = scored.ScoredModel({"spec": spec, "fingerprint": "", "duel": duel}, "duel", lines, line, documents).table()
+
+    assert (f"in {windows} windows" in text) is (windows > documents)
+    assert ("--lines" in text) is (documents == 1 and windows > 1)
+    assert ("masks alone" in text) is bool(starts)
 
 
 @pytest.mark.parametrize(("words", "warns"), [(1200, True), (800, False)])

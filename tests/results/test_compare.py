@@ -45,6 +45,7 @@ def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
     error = math.sqrt((residuals**2).sum()) / tokens.sum()
 
     forward = compare(a, b, ("A", "B"))
+    assert json.loads(json.dumps(forward.to_dict()))["perplexities"] == pytest.approx(forward.perplexities)
     backward = compare(b, a, ("B", "A"))
 
     low, high = forward.interval

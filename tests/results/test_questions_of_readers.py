@@ -1,6 +1,7 @@
 """What a reader of a report asks: whether two rows differ, what a sign means, which file has the baseline."""
 
 import html
+import json
 import math
 import re
 
@@ -9,7 +10,7 @@ from results import documents, hf, ours, per_token, put, three_documents
 
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import columns, page, published
+from lm_eval_duel.results import columns, page, published, run_summary
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.page_columns import columns_of, with_minus_signs
 from lm_eval_duel.results.table import split
@@ -420,7 +421,7 @@ def test_the_result_that_takes_the_interval_from_gap_closed_is_named_once(tmp_pa
 
 @pytest.mark.parametrize("starts", [0, 3])
 def test_ties_in_rows_of_masks_are_told_with_the_results(tmp_path, starts):
-    ours(tmp_path, docs=three_documents("sotu"), duel={"all_mask_starts": starts})
+    file = ours(tmp_path, docs=three_documents("sotu"), duel={"all_mask_starts": starts})
     ours(tmp_path, docs=three_documents("sotu"), model="Other")
 
     facts = [note.fact for note in board(tmp_path).notes if "masks alone" in note.fact]
@@ -428,3 +429,4 @@ def test_ties_in_rows_of_masks_are_told_with_the_results(tmp_path, starts):
     assert len(facts) == (1 if starts else 0)
     for fact in facts:
         assert fact.startswith("MDLM:")
+    assert ("masks alone" in run_summary.summary(json.loads(file.read_text()))) is bool(starts)
