@@ -54,12 +54,9 @@ class FromText:
     def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
         ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
-        if isinstance(text, TokenText):  # its task has made the row
-            expected = scored_of_row(text, self.bos)
-            self.tokens += len(expected)
-        else:
-            expected = self.scored_of_text(ids)
-            self.tokens += len(ids)
+        of_row = isinstance(text, TokenText)  # its task has made the row
+        expected = scored_of_row(text, self.bos) if of_row else self.scored_of_text(ids)
+        self.tokens += len(expected)
 
         scored: list[int] = []
         for window in windows:

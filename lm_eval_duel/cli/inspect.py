@@ -169,7 +169,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in options.tasks or ():
         named.check(name)
     if options.files:
-        files.find(options.files)
+        files.require_apart(options.files, {"--json": options.json})
     options.metadata = named.metadata_of_texts(options, options.files) | options.metadata
     return options
 

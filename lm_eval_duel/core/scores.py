@@ -32,10 +32,10 @@ STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 Sums = TypeVar("Sums", bound="BlockSums")
 
 
-class Kind(enum.Enum):
+class Kind(str, enum.Enum):
     """The kinds of values, from the strongest to the weakest.
 
-    Their values are the words that every file, table and record has as `kind`. A lower bound of a log-probability is
+    They equal the words that every file, table and record has as `kind`. A lower bound of a log-probability is
     an upper bound of a perplexity; both are a "bound".
     """
 
@@ -44,6 +44,9 @@ class Kind(enum.Enum):
     UPPER_BOUND = "bound"
     NO_BOUND = "no bound"
     NOT_A_LIKELIHOOD = "oracle"
+
+    def __str__(self) -> str:
+        return self.value
 
     @property
     def meaning(self) -> str:

@@ -123,17 +123,19 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     return denoiser
 
 
-def load_tokenizer(arguments: Mapping[str, Any], setting: str = "tokenizer=") -> PreTrainedTokenizerBase:
+def load_tokenizer(arguments: str | Mapping[str, Any], setting: str = "tokenizer=") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint.
 
     Args:
-        arguments: Model args, such as {"pretrained": "demo-mdm"}: `tokenizer` if it is given, else the tokenizer next
-            to the weights of `pretrained`, or of its family.
+        arguments: The checkpoint, such as "demo-mdm", or model args: `tokenizer` if it is given, else the tokenizer
+            next to the weights of `pretrained`, or of its family.
         setting: What the user sets to name another one, for the error.
 
     Raises:
         DuelError: If there is none.
     """
+    if isinstance(arguments, str):
+        arguments = {"pretrained": arguments}
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False

@@ -221,8 +221,9 @@ def _warn_of_unseen_suffixes(denoiser: Denoiser, grid: str, windows: Sequence[Wi
         return
     _warned_of_suffixes.add(denoiser)
     log.warning(
-        "In %d of %d windows with a suffix the target spans several blocks of %d, and only the last of them sees the "
-        "suffix, as this network is block-causal. Use a bidirectional network to score all tokens given the suffix. "
+        "In %d of %d windows with a suffix (or a special token at the end) the target spans several blocks of %d, and "
+        "only the last of them sees the suffix, as this network is block-causal. Use a bidirectional network to score "
+        "all tokens given the suffix. "
         "(Warned once per denoiser.)",
         unseen,
         with_suffix,

@@ -46,6 +46,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for, warn_of_blocks
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
+OF_AN_ORDER = "along the given order: a likelihood only if a rule made that order"
 CANVAS_ARGUMENTS = ("prediction", "temperatures")  # arguments that only networks with canvases read
 
 
@@ -128,7 +129,8 @@ class DuelEstimator(Estimator):
                 replay = Replay(tuple(orders[n] for n in group.window_indices))
                 for row, scored in self.score_blocks(group, self.block_spans(group), replay):
                     self.counts.add(scored, group.windows[row].scored_tokens)
-                    scores[group.window_indices[row]] = scored
+                    note = " ".join(filter(None, [scored.note, OF_AN_ORDER]))
+                    scores[group.window_indices[row]] = dataclasses.replace(scored, note=note)
             self.row_checks.compare(self.counts)
         return scores
 

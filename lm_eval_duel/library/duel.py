@@ -25,6 +25,7 @@ from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.totals import score_documents
 from lm_eval_duel.estimators.two_phase import FIRST_CACHE, TwoPhase
+from lm_eval_duel.fingerprint import spec_of
 from lm_eval_duel.keywords import keywords_of, shows, suggests_names
 from lm_eval_duel.library.ids import (
     AUTO,
@@ -296,15 +297,13 @@ class Duel(OnIds):
         around = list(zip(contexts_of_texts, suffixes_of_texts, strict=True)) if has_contexts else None
         documents = text_windows(encoder, texts, around)
         empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
-        if len(empty) == 1:
-            log.warning("Text %s has no tokens, so it has no perplexity; its bytes count in bits per byte.", empty[0])
-        elif empty:
+        if empty:
             log.warning(
-                "Texts %s have no tokens, so they have no perplexity; their bytes count in bits per byte.",
+                "Texts without a scored token, which have no perplexity (their bytes count in bits per byte): %s",
                 ", ".join(empty),
             )
 
-        fingerprint = self.fingerprint
+        spec = self.spec
         unknown_tokens = 0
         tokens = 0
         windows = [each.windows for each in documents]
@@ -318,10 +317,10 @@ class Duel(OnIds):
                 scores,
                 self.estimator,
                 encoder.tokenizer,
+                spec,
                 unknown,
                 contexts_of_texts[n],
                 suffixes_of_texts[n],
-                fingerprint,
             )
             yield n, score
         if unknown_tokens:
@@ -362,12 +361,14 @@ class Duel(OnIds):
             batch_size=self.estimator.budget,
         )
         texts = as_list(texts, "texts")
-        documents = text_windows(self._require_encoder("estimate", texts), texts)
+        encoder = self._require_encoder("estimate", texts)
+        documents = text_windows(encoder, texts)
+        spec = spec_of(self.denoiser, estimator, encoder)
         windows = [each.windows for each in documents]
         estimates: dict[int, TextEstimate] = {}
         with estimator.one_run():
             for n, scores in score_documents(windows, estimator.stream, "Text {}".format):
-                estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
+                estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator, spec)
         return [with_doubt(estimates[n], estimator.counts) for n in range(len(texts))]
 
     # ------------------------------------------------------------ text out

@@ -435,18 +435,14 @@ def text_windows(
     for n, text in enumerate(texts):
         with naming(f"Text {n}"):
             if around is None:
-                ids = encoder.encode(text)
-                encoded.append(EncodedText(len(ids), encoder.document(ids), text))
+                encoded.append(EncodedText(encoder.document(encoder.encode(text)), text))
             else:
                 before, after = around[n]
                 window = encoder.gap(before, text, after)
                 scored = text
                 if isinstance(before, str) and isinstance(after, str):
                     _, scored, _ = split_at_borders(before, text, after or None)
-                encoded.append(EncodedText(len(window.target), [window] if window.target else [], scored))
-    for n, each in enumerate(encoded):
-        if each.tokens and not any(window.target for window in each.windows):
-            log.warning("No token of text %d is scored: bos=%s takes the first one as context", n, encoder.bos)
+                encoded.append(EncodedText([window] if window.target else [], scored))
     cut = encoder.cut_contexts - cut_before
     if cut:
         log.warning(
@@ -460,10 +456,13 @@ def text_windows(
 def as_list(given: Any, name: str) -> Any:
     """Texts in their order: a column of a table is indexed by its labels, and a generator not at all.
 
-    A single text is left as it is, to be refused. Raises DuelError for what holds no texts.
+    A single text is left as it is, to be refused. Raises DuelError for what holds no texts, or has columns: in a loop
+    these give their names.
     """
     if isinstance(given, str):
         return given
+    if isinstance(given, Mapping) or hasattr(given, "columns"):
+        raise DuelError(f"{name} is a list of texts; got a {type(given).__name__}. Pass one of its columns.")
     if not isinstance(given, Iterable):
         raise DuelError(f"{name} is a list of texts; got an object of the class {type(given).__name__}.")
     return list(given)

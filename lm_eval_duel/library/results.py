@@ -12,6 +12,7 @@ from lm_eval_duel.core.scores import Counts, Kind, Plain, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
+from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
 class EncodedText(NamedTuple):
     """A text as it is scored."""
 
-    tokens: int  # of the text
     windows: list[Window]
     scored: str  # see `TextScore`
+
+    @property
+    def tokens(self) -> int:
+        """The number of scored tokens."""
+        return sum(window.scored_tokens for window in self.windows)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,7 +50,7 @@ class TextScore(Display):
     stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: not drawn, or not known
     bound: bool  # log_prob is a lower bound of the log-likelihood, so the perplexity is an upper bound
     kind: str  # exact, estimate, bound, no bound or oracle
-    perplexity: float  # per token of the text; NaN for a text without tokens
+    perplexity: float  # per scored token; NaN for a text without any
     bits_per_byte: float  # per UTF-8 byte of `scored`; NaN for an empty text
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
@@ -55,14 +60,13 @@ class TextScore(Display):
     windows: tuple[Window, ...] = dataclasses.field(repr=False)  # what was scored, special tokens included
     window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows of several texts share one error
-    spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
-    text_tokens: int  # that perplexity divides by: fewer than `tokens` if special tokens are scored (bos=scored)
+    spec: dict[str, str] = dataclasses.field(repr=False)  # of the Duel: everything that defines the number
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
     note: str = ""  # what limits the value, such as "of ancestral sampling in 48 steps"
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
-    fingerprint: str = ""  # of the Duel: everything that defines the number, the network included
+    fingerprint: str = ""  # the digest of the spec
 
     @property
     def errors(self) -> dict[str, float]:
@@ -72,7 +76,7 @@ class TextScore(Display):
         per_nat = self.stderr / abs(self.log_prob)
         return {
             "log_prob": self.stderr,
-            "perplexity": _perplexity_error(self.perplexity, self.stderr, self.text_tokens),
+            "perplexity": _perplexity_error(self.perplexity, self.stderr, self.sums.tokens),
             "bits_per_byte": self.bits_per_byte * per_nat,
         }
 
@@ -89,10 +93,10 @@ class TextScore(Display):
         scores: Sequence[Score],
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
+        spec: dict[str, str],
         unknown: int = 0,
         context: str | Ids = "",
         suffix: str | Ids = "",
-        fingerprint: str = "",
     ) -> TextScore:
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
@@ -113,7 +117,7 @@ class TextScore(Display):
             bound=value.is_bound,
             kind=value.word,
             note=estimator.counts.with_doubt(value.note),
-            perplexity=_perplexity(total.log_prob, encoded.tokens),
+            perplexity=_perplexity(total.log_prob, total.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),
             token_logprobs=tuple(token_logprobs),
@@ -123,13 +127,12 @@ class TextScore(Display):
             windows=tuple(windows),
             window_scores=tuple(scores),
             sums=total,
-            spec=estimator.describe(),
-            text_tokens=encoded.tokens,
+            spec=spec,
             unk_tokens=unknown,
             context=context if isinstance(context, str) else as_ids(context),
             suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
             scored=encoded.scored,
-            fingerprint=fingerprint,
+            fingerprint=digest(spec),
         )
 
 
@@ -155,7 +158,7 @@ class TextEstimate(Plain):
     windows: tuple[Window, ...] = dataclasses.field(repr=False)
     window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
-    spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
+    spec: dict[str, str] = dataclasses.field(repr=False)  # everything that defines the number
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
     note: str = ""  # what puts the value in doubt
 
@@ -202,25 +205,32 @@ class TextEstimate(Plain):
         encoded: EncodedText,
         scores: Sequence[Score],
         estimator: Estimator,
+        spec: dict[str, str],
     ) -> TextEstimate:
         """The estimate of a text from the scores of its windows."""
         sums = Total.from_scores(encoded.windows, scores, estimator.name)
-        sizes = (encoded.tokens, count_units(encoded.scored).bytes)
-        return cls._from_sums(text, sizes, encoded.windows, scores, sums, estimator.describe())
+        size = count_units(encoded.scored).bytes
+        return cls._from_sums(text, size, encoded.windows, scores, sums, spec)
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
-        """The estimate of several texts together. Equal texts have one sample, which the error takes into account."""
+        """The estimate of several texts together. Equal texts have one sample, which the error takes into account.
+
+        Raises DuelError for what is no estimate.
+        """
+        for estimate in estimates:
+            if not isinstance(estimate, TextEstimate):
+                got = type(estimate).__name__
+                raise DuelError(f"TextEstimate.total takes estimates, as Duel.estimate returns; got a {got}.")
         windows: list[Window] = []
         scores: list[Score] = []
         for estimate in estimates:
             windows += estimate.windows
             scores += estimate.window_scores
-        tokens = sum(estimate.tokens for estimate in estimates)
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
         spec = estimates[0].spec if estimates else {}
-        several = cls._from_sums(None, (tokens, size), windows, scores, sums, spec)
+        several = cls._from_sums(None, size, windows, scores, sums, spec)
         notes = dict.fromkeys(estimate.note for estimate in estimates)
         return dataclasses.replace(several, note="; ".join(filter(None, notes)))
 
@@ -228,18 +238,17 @@ class TextEstimate(Plain):
     def _from_sums(
         cls,
         text: str | None,
-        sizes: tuple[int, int],
+        size: int,
         windows: Sequence[Window],
         scores: Sequence[Score],
         sums: Total,
-        spec: dict[str, object],
+        spec: dict[str, str],
     ) -> TextEstimate:
-        """An estimate from the sums over its windows; `sizes`: tokens and bytes."""
-        tokens, size = sizes
+        """An estimate from the sums over its windows; `size`: the bytes of the text."""
         blocks = cast(TwoPhaseBlocks, sums.blocks or TwoPhaseBlocks())
         return cls(
             text=text,
-            tokens=tokens,
+            tokens=sums.tokens,
             bytes=size,
             log_prob=sums.log_prob,
             stderr=sums.stderr if sums.windows else 0.0,

@@ -15,6 +15,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import bootstrap, compare, gaps, match, order, read, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import STOCK, Run, parts_of_average
+from lm_eval_duel.results.spec_entries import bos_of
 from lm_eval_duel.results.table import Note
 
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
@@ -35,7 +36,7 @@ def about_bos(run: Run, others: Iterable[Run]) -> str:
     """A remark on a result of `--model hf` whose texts may lack the BOS that those of others have; empty for others."""
     if run.config.ours or run.config.model not in STOCK or "add_bos_token" in run.config.model_args:
         return ""
-    with_bos = any(other.config.ours and match.bos_of(other) != "none" for other in others)
+    with_bos = any(other.config.ours and bos_of(other.spec) != "none" for other in others)
     return WITHOUT_BOS if with_bos else ""
 
 

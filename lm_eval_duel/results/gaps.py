@@ -315,6 +315,12 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     if reason:
         return GapClosed(elbo, ar, elbo_gap, about_elbo_gap, reason=reason)
 
+    about_runs = as_published([row, ar, elbo])
+    interval_of_percent, about_draws = _gap_closed_interval(elbo, row, ar, draws)
+    have_draws = all(each in draws for each in (elbo, row, ar))
+    if have_draws and interval_of_percent is None:  # other documents might make no gap
+        return GapClosed(elbo, ar, elbo_gap, about_elbo_gap, reason=Note.joined([about_draws, about_runs]))
+
     errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
     error = math.hypot(*errors) if errors else None  # of the difference: draws of the two are independent
     distinguishable = stats.is_distinguishable(elbo.value, row.value, error)
@@ -328,8 +334,6 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     else:
         unclear = Note(CLOSE)
 
-    about_runs = as_published([row, ar, elbo])
-    interval_of_percent, no_draws = _gap_closed_interval(elbo, row, ar, draws)
     return GapClosed(
         elbo=elbo,
         ar=ar,
@@ -339,7 +343,7 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
         percent=percent,
         stderr=stderr,
         interval=interval_of_percent,
-        reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), no_draws, about_runs]),
+        reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), about_draws, about_runs]),
     )
 
 

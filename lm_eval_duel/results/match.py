@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.results.runs import Run, Task
+from lm_eval_duel.results.spec_entries import scored_positions
 from lm_eval_duel.results.table import number
 
 TWIN = "score it with lm-eval-duel run --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
@@ -354,15 +355,7 @@ def positions(run: Run, rolling: bool) -> str:
     """
     if not run.config.ours:
         return "a BOS and the text (add_bos_token=True)" if rolling and run.scores_bos else "the text"
-    bos = bos_of(run)
-    return "the text" if bos in ("given", "none") else f"bos={bos}"
-
-
-def bos_of(run: Run) -> str:
-    """The model arg `bos` of a run of ours."""
-    _, _, in_spec = run.spec.get("special_tokens", "").rpartition("bos=")
-    written = run.config.duel.get("bos") or in_spec or "given"
-    return str(written).split(",")[0]
+    return scored_positions(run.spec)
 
 
 def windows_of(run: Run) -> str:

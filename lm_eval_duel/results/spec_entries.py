@@ -17,6 +17,18 @@ SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 SPECIAL_TOKENS = "special_tokens"  # an entry such as "[2] text [], bos=given"
 
 
+def bos_of(spec: Mapping[str, str]) -> str:
+    """The model arg `bos` of a spec."""
+    _, _, bos = spec.get(SPECIAL_TOKENS, "").rpartition("bos=")
+    return bos.split(",")[0] or "given"
+
+
+def scored_positions(spec: Mapping[str, str]) -> str:
+    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
+    bos = bos_of(spec)
+    return "the text" if bos in ("given", "none") else f"bos={bos}"
+
+
 def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -> list[str]:
     """The entries in which specs differ, without those that names hold anyway."""
     differing = []

@@ -18,6 +18,7 @@ from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.keywords import known_keywords
 from lm_eval_duel.results.bootstrap import bootstrap_rates, percentile_interval, tail, with_errors
+from lm_eval_duel.results.spec_entries import scored_positions
 from lm_eval_duel.results.table import number, span
 
 KEY = 16  # hexadecimal digits of a digest
@@ -89,14 +90,15 @@ def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray, documents: 
     """The interval of gap closed from paired draws, and a remark if the ELBO's gap is not positive in some of them.
 
     `documents`: how many distinct ones were drawn from. Draws without a gap lie beyond one end or the other, so there
-    is no interval if they are more than one end leaves out.
+    is no interval if they are more than one end leaves out: then the interval of the ELBO's gap contains 0.
     """
     gap = elbo - ar
     is_positive = gap > 0  # False for a draw of empty documents only, whose rate is NaN
     count = len(gap)
     undefined = count - int(is_positive.sum())
     if undefined > tail(documents) * count:
-        return None, f"no interval: {undefined:,} of {count:,} draws have no positive ELBO gap"
+        shares = f"{undefined:,} of {count:,} draws of documents"
+        return None, f"the ELBO's gap is {UNCLEAR} from 0: in {shares} it is not positive"
     closed = 100 * (elbo - duel)[is_positive]
     percent = closed / gap[is_positive]  # in each draw: a ratio of means is not a mean of ratios
     remark = ""
@@ -117,6 +119,7 @@ UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
 OTHER_WINDOWS = "no verdict: the windows differ"
+OTHER_POSITIONS = "no verdict: the scored positions differ"
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 95 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
 
@@ -264,6 +267,7 @@ class Texts(NamedTuple):
     keys: list[str]  # equal for equal texts
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
+    positions: str  # that are scored
     cuts: list[list[tuple[int, int]]]  # of each text, see `_cuts`
     value: Value  # of their sum; equal texts share one error
     no_error: str  # why a value that is drawn has no error
@@ -289,13 +293,16 @@ def compare(
 
     Returns:
         The difference in nats per unit, its 95 % interval (bootstrap over texts, including the Monte Carlo error of
-        estimates and bounds), and a verdict: none if long texts of the same tokens are cut at different places.
+        estimates and bounds), and a verdict: none if other positions are scored (`bos`), or if long texts of the same
+        tokens are cut at different places.
 
     Raises:
         DuelError: If the texts differ, there are none, or the unit is unknown.
     """
-    if not (_is_list(a) and _is_list(b)) or len(names) != 2:
-        raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
+    if not (_is_list(a) and _is_list(b)):
+        raise DuelError("compare() takes two lists of scores, as Duel.score returns.")
+    if isinstance(names, str) or len(names) != 2:
+        raise DuelError(f"compare() takes two names, such as names=('greedy', 'margin'); got {names!r}.")
     wanted = "compare() takes two lists of scores of the same texts in the same order, but"
     if len(a) != len(b) or not a:
         raise DuelError(f"{wanted} there are {len(a)} and {len(b)} texts.")
@@ -328,8 +335,12 @@ def compare(
     if len(order) > 1 and np.isfinite(sums).all():
         draws = bootstrap_rates(table, keys)
     result = difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
+    if not result.verdict:
+        return result
+    if first.positions != second.positions:
+        return dataclasses.replace(result, better="", verdict=OTHER_POSITIONS)
     same_tokens = first.counts["token"] == second.counts["token"]
-    if result.verdict and same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
+    if same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
         return dataclasses.replace(result, better="", verdict=OTHER_WINDOWS)
     return result
 
@@ -361,10 +372,11 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         keys=[key_of(_identity(score)) for score in scores],
         log_probs=[score.log_prob for score in scores],
         counts={
-            "token": list(map(_tokens, scores)),
+            "token": [score.sums.tokens for score in scores],
             "word": [score.units.words for score in scores],
             "byte": [score.units.bytes for score in scores],
         },
+        positions=scored_positions(spec),
         cuts=[_cuts(score.windows) for score in scores],
         value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
         no_error=entry.unknown_error(total.error, spec),
@@ -401,11 +413,6 @@ def _check_scores(scores: Sequence[Any], name: str) -> None:
             raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
         if score.spec != scores[0].spec:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
-
-
-def _tokens(score: Any) -> int:
-    """The number of tokens of a text: an estimate has it as `tokens`, which in a score is the list of scored tokens."""
-    return score.tokens if isinstance(score.tokens, int) else score.text_tokens
 
 
 def _check_texts(texts: Texts) -> None:

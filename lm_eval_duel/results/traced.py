@@ -115,10 +115,14 @@ def _fingerprint(path: Path) -> str:
 
 @dataclasses.dataclass
 class Order:
-    """One order of one document. `starts`: token indices of its blocks; `steps` count from 0 in every block."""
+    """One order of one document. `starts`: token indices of its blocks; `steps` count from 0 in every block.
+
+    `is_oracle`: it was chosen by someone who sees the text.
+    """
 
     label: str
     tokenizer: str
+    is_oracle: bool = False
     ids: list[int] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
     steps: list[int] = dataclasses.field(default_factory=list)
@@ -188,16 +192,19 @@ def documents(
 
     shown: list[dict[str, Any]] = []
     notes: list[Note] = []
+    advice = "--shown N shows more"
     values = 0  # tokens of all orders together
     for key in chosen:
         document, remarks = _document(key, orders[key])
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
-            notes.append(Note(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents."))
+            advice = "it is full"
             break
         notes += remarks
         if document["orders"]:
             shown.append(document)
+    if len(shown) < len(orders):
+        notes.append(Note(f"The document view has {len(shown)} of {len(orders)} documents.", advice))
     return shown, notes
 
 
@@ -217,6 +224,7 @@ def _orders_of_documents(
     for path in paths:
         header = trace.spec(path)
         spec = header["spec"]
+        entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
         tokenizer_of_trace = tokenizer or str(header.get("tokenizer") or "")
         model = models.get(header.get("fingerprint")) or model_label(str(header.get("pretrained") or path.stem))
         for window, run in _with_runs(traces, path, runs):
@@ -224,14 +232,16 @@ def _orders_of_documents(
                 label = _label(model, spec, rule)
                 key = _key(window, run, labels)
                 of_document = orders.setdefault(key, {})
-                joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
+                is_oracle = not rule and entry is not None and not entry.kind.is_likelihood
+                joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace, is_oracle))
                 joined.add(window, order)
     return {key: _each_once(of_document.values()) for key, of_document in orders.items()}
 
 
 def _each_once(orders: Iterable[Order]) -> list[Order]:
+    """Orders without repetitions. Those of the oracle are the last: the page opens on the first ones."""
     kept: list[Order] = []
-    for order in orders:
+    for order in sorted(orders, key=lambda order: order.is_oracle):
         if not any(map(order.repeats, kept)):
             kept.append(order)
     return kept

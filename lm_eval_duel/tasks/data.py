@@ -300,8 +300,9 @@ def token_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tup
 def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
     """(log-likelihood, units) of a document, for each metric of a loglikelihood_rolling task.
 
-    A user's own data do not count tokens: duel-mdm's answer tells which text it scored, and its number of tokens. If
-    another model answers, tokens are unknown: there is no token perplexity, and a warning says so.
+    duel-mdm's answer tells which text it scored, and how many tokens: special tokens among them if they are scored. For
+    another model the task counts the tokens of the text. A user's own data do not count tokens: then there is no token
+    perplexity, and a warning says so.
     """
     (log_prob,) = results
     text = getattr(log_prob, "text", doc.get("text"))
@@ -316,7 +317,7 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
     else:
         words, size = count_units(text)
     units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
-    tokens = doc.get(TOKENS, getattr(log_prob, "tokens", None))
+    tokens = getattr(log_prob, "tokens", doc.get(TOKENS))
     if tokens is None:
         from lm_eval.utils import warning_once
 

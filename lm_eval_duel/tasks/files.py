@@ -18,7 +18,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +112,27 @@ def left_out(pattern: str) -> str:
     if len(names) > LISTED:
         listed += f" and {len(names) - LISTED} more"
     return f"{folder}: not read: {listed} (files of {', '.join(FORMATS)} are)"
+
+
+def require_apart(patterns: Sequence[str], outputs: Mapping[str, str | None]) -> None:
+    """Raise DuelError for an output that would overwrite one of the files, or be read as one of their folder.
+
+    `outputs`: by the flags that name them; None: not written.
+    """
+    inputs = [pattern for pattern in patterns if pattern != STDIN]
+    sources = {file.resolve() for file in find(inputs)}
+    folders = {Path(at_home(pattern)).resolve() for pattern in inputs if Path(at_home(pattern)).is_dir()}
+    for flag, name in outputs.items():
+        if name is None:
+            continue
+        output = Path(name).resolve()
+        if output in sources:
+            raise DuelError(f"{flag} {name} would overwrite the texts of that file; name another one.")
+        if output.parent in folders and ending(output) in FORMATS:
+            raise DuelError(
+                f"{flag} {name} would be one of the texts next time, since all files of its folder are read; name a "
+                "file elsewhere."
+            )
 
 
 # ---------------------------------------------------------------- files -> texts

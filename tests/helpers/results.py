@@ -269,7 +269,7 @@ def edit_samples(file, change, task="sotu"):
 
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
     """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
-    window = Window((), tuple(text.encode()))
+    window = Window(tuple(text.encode()), (0,) * tokens)
     value_template = registry.value_template(estimator, spec)
     score = Score(nats, stderr=stderr, blocks=blocks, kind=value_template.kind, note=value_template.note)
     sums = Total.from_score(window, score, estimator)
@@ -281,8 +281,8 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
         bound=value_template.is_bound,
         kind=value_template.word,
         note=value_template.note,
-        perplexity=math.exp(-nats / tokens),
-        bits_per_byte=-nats / math.log(2) / len(text),
+        perplexity=math.exp(-nats / tokens) if tokens else math.nan,
+        bits_per_byte=-nats / math.log(2) / len(text) if text else math.nan,
         tokens=("x",) * tokens,
         token_logprobs=(-1.0,) * tokens,
         reveal_steps=(0,) * tokens,
@@ -292,7 +292,6 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
         window_scores=(),
         sums=sums,
         spec=spec,
-        text_tokens=tokens,
         scored=text,
     )
 

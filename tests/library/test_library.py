@@ -90,7 +90,7 @@ def test_long_texts_are_cut_as_in_the_harness(arguments):
 
 def test_texts_come_as_they_are_finished(duel, caplog):
     scores = duel.score([*SHORT, "", SHORT[0]])
-    assert "Text 2 " in caplog.text  # is named, since it has no perplexity
+    assert "no perplexity (their bytes count in bits per byte): 2\n" in caplog.text
     assert dict(duel.score_stream([*SHORT, "", SHORT[0]])) == dict(enumerate(scores))
     assert scores[0] == scores[3]
     assert duel.score([]) == []
@@ -431,8 +431,8 @@ def test_equal_texts_have_one_sampling_error():
 
     def estimate(text, token, log_prob, variance):
         blocks = TwoPhaseBlocks(20, sampled=10, drawn=10, variance=variance)
-        encoded = EncodedText(30, [Window((), (token,))], text)
-        return TextEstimate.from_scores(text, encoded, [Score(log_prob, blocks=blocks)], estimator)
+        encoded = EncodedText([Window((), (token,))], text)
+        return TextEstimate.from_scores(text, encoded, [Score(log_prob, blocks=blocks)], estimator, {})
 
     first = estimate("a", 0, -50.0, 9.0)
     second = estimate("b", 1, -60.0, 16.0)
@@ -474,7 +474,8 @@ def test_a_text_whose_only_token_is_context_is_named(caplog):
     duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=8, bos="first", device="cpu")
     with caplog.at_level("WARNING"):
         [_, alone] = duel.score(["the union", "a"])
-    assert alone.log_prob == 0 and "text 1 is scored" in caplog.text and "text 0" not in caplog.text
+    assert alone.log_prob == 0 and math.isnan(alone.perplexity)
+    assert "Texts without a scored token" in caplog.text and ": 1\n" in caplog.text
 
 
 def test_an_estimate_has_plain_values():

@@ -117,7 +117,7 @@ def held(caplog):
 
 def follows_from_tokens(score):
     """What a score says beside its log-probability, from its tokens and its texts."""
-    tokens = score.text_tokens
+    tokens = sum(window.scored_tokens for window in score.windows)
     size = len(score.scored.encode())
     bits = -score.log_prob / math.log(2)
     assert score.perplexity == pytest.approx(math.exp(-score.log_prob / tokens) if tokens else math.nan, nan_ok=True)

@@ -183,7 +183,7 @@ def test_a_text_without_a_word_counts_in_the_interval_as_in_the_difference():
     assert not pair.better
 
 
-EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), text_tokens=0, log_prob=0.0)
+EMPTY = text_score("", 0.0, 0)
 BETTER = scores()
 WORSE = scores(0.05, seed=2)
 MUCH_WORSE = scores(0.1, seed=2)

@@ -266,12 +266,8 @@ def test_arguments_and_versions_as_text():
 
 @pytest.mark.parametrize("bos", ["given", "none", "official"])
 def test_scored_positions(bos):
-    run_that_says = SimpleNamespace(config=config(duel={"bos": bos}), spec={})
-    run_of_a_spec = SimpleNamespace(config=config(), spec={"special_tokens": f"[0] text [], bos={bos}"})
-    expected = "bos=official" if bos == "official" else "the text"
-
-    assert match.positions(run_that_says, rolling=True) == expected
-    assert match.positions(run_of_a_spec, rolling=True) == expected
+    run = SimpleNamespace(config=config(), spec={"special_tokens": f"[0] text [], bos={bos}"})
+    assert match.positions(run, rolling=True) == ("bos=official" if bos == "official" else "the text")
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (2, 0), (0, 3), (2, 2)])

@@ -155,7 +155,7 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     elbo[:30] = 20.0
     interval, remark = stats.gap_interval(elbo, ar + 0.3, ar, 400)
     assert interval is None
-    assert remark == "no interval: 30 of 1,000 draws have no positive ELBO gap"
+    assert "30 of 1,000 draws" in remark
 
 
 def test_copies_of_texts_tell_nothing_new():

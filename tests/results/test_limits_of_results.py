@@ -413,11 +413,13 @@ def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):
     for most, expected in ((0, []), (1, [7]), (3, [7, 9, 0]), (98, [7, 9, *range(7), 8, *range(10, 98)])):
         shown, notes = traced.documents(SimpleNamespace(), [], {}, most)
         assert [document["number"] for document in shown] == expected
-        assert notes == []
+        [note] = notes
+        assert f" {most} of 120 documents" in note.fact
 
     shown, [note] = traced.documents(SimpleNamespace(), [], {}, 99)
     assert len(shown) == 98
-    assert "98 of 99" in note.fact
+    assert " 98 of 120 documents" in note.fact
+    assert "full" in note.advice
 
 
 def test_statistics_of_a_trace_have_six_digits():

@@ -30,6 +30,7 @@ if (document.getElementById("documents")) {
     show() {
       this.order = this.text.orders[this.select.value];
       this.here = -1;
+      this.write(".token", "Point at a token, or use the arrow keys.");
       this.spans = this.text.pieces[this.order.text].map((piece) => {
         const span = document.createElement("span");
         span.textContent = piece;
@@ -54,11 +55,17 @@ if (document.getElementById("documents")) {
       });
     }
     point(n) {
-      const span = this.spans[n], block = this.order.starts.filter((start) => start <= n).length;
-      if (!span) return;
+      if (!this.spans[n]) return;
       this.spans[this.here]?.classList.remove("here");
       this.here = n;
-      span.classList.add("here");
+      this.spans[n].classList.add("here");
+      this.describe();
+    }
+    // The line on the token that is pointed at, as it is at this step.
+    describe() {
+      const n = this.here, span = this.spans[n];
+      if (!span) return;
+      const block = this.order.starts.filter((start) => start <= n).length;
       const text = `“${span.textContent.replace(/\n/g, "⏎")}”: ${this.nats[n].toFixed(2)} nats`;
       const what = span.matches(".masked") ? "still masked" : text;
       this.write(".token", `Token ${n + 1}, ${what}, revealed at step ${this.order.steps[n] + 1} of block ${block}`);
@@ -73,6 +80,7 @@ if (document.getElementById("documents")) {
       const spent = this.nats.filter((_, n) => this.at[n] <= time);
       const progress = `${spent.length} of ${this.at.length} tokens, ${sum(spent).toFixed(1)} nats so far`;
       this.write(".progress", `step ${time} of ${this.total}: ${progress}`);
+      this.describe();
     }
   }
   const sides = [new Side("left"), new Side("right")];
