@@ -181,11 +181,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if "trace" in first:
             raise DuelError(f"--trace {options.trace} and trace={first['trace']} of --model_args are two; give one.")
         first["trace"] = options.trace
-    files.require_apart(options.file, {"--json": options.json, "--csv": options.csv})
     options.models = [OtherModel("", first)]
     for text in options.compare:
         options.models.append(other_model(text, first))
     require_traces_apart(options.models)
+    files.require_apart(options.file, {"--json": options.json, "--csv": options.csv})
     return options
 
 

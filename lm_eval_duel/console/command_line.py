@@ -291,7 +291,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the table of docs/"),
-    "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
+    "RESULTS": Flag(PATH, MISSING, "results_*.json files, files of score --json, or folders that hold them", many=True),
     "ar": Flag(
         PATH, None, "results of the autoregressive baseline, or its model", unset="the only one found", shows="RESULT"
     ),

@@ -316,6 +316,7 @@ def test_ids_may_be_lists_tuples_or_tensors(ids):
     assert duel.sample([ids([1])], 4, suffixes=[ids([2])], seed=3) == duel.sample([(1,)], 4, suffixes=[(2,)], seed=3)
     [replayed] = duel.replay([window], [ids(list(score.reveal_steps))])
     assert replayed.log_prob == pytest.approx(score.log_prob, abs=1e-9)
+    assert replayed.kind == "exact" and "only if a rule made that order" in replayed.note
 
 
 def test_texts_between_others(duel):
@@ -518,6 +519,27 @@ def test_texts_come_in_the_order_of_their_column_or_generator(duel, form):
     assert [sample.prompt for sample in duel.generate(form(SHORT), max_new_tokens=4)] == in_order
     mdm = Duel.from_pretrained("demo-mdm", device="cpu")
     assert [estimate.text for estimate in mdm.estimate(form(SHORT))] == in_order
+
+
+class Frame:
+    """A table, as in pandas: a loop over it yields the names of its columns."""
+
+    columns = ("text",)
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+@pytest.mark.parametrize("table", [{"text": SHORT}, Frame()])
+def test_a_table_is_refused_where_texts_are_expected(duel, table):
+    for use in (duel.score, duel.generate, lambda given: duel.score(SHORT, contexts=given)):
+        with pytest.raises(DuelError, match="one of its columns"):
+            use(table)
+
+
+def test_what_is_no_estimate_has_no_total(duel):
+    with pytest.raises(DuelError, match=r"Duel\.estimate.*TextScore"):
+        TextEstimate.total(duel.score(SHORT))
 
 
 def test_a_network_that_is_no_denoiser_and_a_name_for_a_tokenizer_are_refused():

@@ -319,6 +319,25 @@ def test_no_interval_is_explained_by_the_row_that_has_no_draws(tmp_path, first):
     assert other not in str(pair.reason)
 
 
+@pytest.mark.parametrize(("spread", "closes"), [(1.0, True), (40.0, False)])
+def test_a_gap_that_other_documents_might_not_have_is_closed_by_nothing(tmp_path, spread, closes):
+    """An exact ELBO has no Monte Carlo error, but its gap to the baseline depends on the documents."""
+    nats = [-100.0 - n for n in range(12)]
+    elbo = [value - 5 + spread * (-1) ** n for n, value in enumerate(nats)]
+
+    def of(values):
+        return {"sotu": documents(values, [30] * 12)}
+
+    hf(tmp_path, docs=of(nats))
+    ours(tmp_path, docs=of([value - 1 for value in elbo]), estimator="elbo", spec={"mc_samples": "16"})
+    ours(tmp_path, docs=of([value + 1 for value in elbo]))
+
+    closed = duel_row(tmp_path).closed
+
+    assert (closed.percent is not None) is closes
+    assert ("draws of documents" in str(closed.reason)) is not closes
+
+
 @pytest.mark.parametrize(("error", "closes"), [(1.0, True), (40.0, False)])
 def test_an_elbo_whose_windows_vary_more_than_its_gap_closes_none(tmp_path, error, closes):
     """Its draws have no error of their own: the spread over windows is a bound of that."""

@@ -84,6 +84,8 @@ def test_other_tokens_are_compared_per_byte():
         compare(a, b, unit="line")
     with pytest.raises(DuelError, match=r"'name'.*names"):
         compare(a, b, name=("A", "B"))
+    with pytest.raises(DuelError, match="two names"):
+        compare(a, b, "AB")
 
 
 BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
@@ -187,6 +189,16 @@ EMPTY = text_score("", 0.0, 0)
 BETTER = scores()
 WORSE = scores(0.05, seed=2)
 MUCH_WORSE = scores(0.1, seed=2)
+
+
+@pytest.mark.parametrize("bos", ["none", "first"])
+def test_other_scored_positions_have_no_verdict(bos):
+    """The first token costs nothing under bos=first: that makes no model better."""
+    given, other = (
+        [dataclasses.replace(score, spec={**score.spec, "special_tokens": f"[] text [], bos={each}"}) for score in side]
+        for side, each in ((BETTER, "given"), (WORSE, bos))
+    )
+    assert ("scored positions" in compare(given, other).verdict) is (bos == "first")
 
 
 @pytest.mark.parametrize(

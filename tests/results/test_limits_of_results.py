@@ -396,8 +396,11 @@ def test_an_order_that_two_traces_hold_is_shown_once():
         dataclasses.replace(first, steps=[0, 2, 1]),
         dataclasses.replace(first, nats=[1.2346, 2.3, math.inf]),
     ]
+    oracle = dataclasses.replace(first, label="Oracle", is_oracle=True)
 
-    assert traced._each_once([first, noise, *others, first]) == [first, *others]
+    orders = traced._each_once([oracle, first, noise, *others, first])
+
+    assert orders == [first, *others, oracle], "the page opens on the first two: the oracle is last"
 
 
 def test_the_page_has_at_most_a_hundred_thousand_values(monkeypatch):

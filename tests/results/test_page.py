@@ -152,6 +152,18 @@ def test_the_slider_plays_the_unmasking(opened):
     assert "Infinity nats" in opened.run('document.querySelector("#left .sum").textContent')
 
 
+def test_the_line_on_a_token_follows_the_slider_and_the_order(opened):
+    line = 'document.querySelector("#left .token").textContent'
+    enter(opened, "step", 0)
+    opened.run('document.querySelector("#left .tokens").focus()')
+    opened.press("ArrowRight", 39)
+    assert "still masked" in opened.run(line)
+    enter(opened, "step", 4)
+    assert "nats" in opened.run(line)
+    opened.run('document.getElementById("left-order").dispatchEvent(new Event("change"))')
+    assert opened.run(line).startswith("Point at a token")
+
+
 def test_a_remark_is_hidden_with_the_columns_that_refer_to_it(opened):
     remarks = '[...document.querySelectorAll("[data-groups]")]'
     shown = f"{remarks}.filter((one) => !one.hidden).map((one) => one.dataset.groups)"

@@ -175,6 +175,18 @@ def test_the_conventions_count_what_is_scored(copies, bos, scored):
         assert len(ids) == document["duel_tokens"]
 
 
+@pytest.mark.parametrize("bos", ["given", "first", "scored"])
+def test_a_token_perplexity_divides_by_the_scored_tokens(bos):
+    """Of whole texts, too: the task's own count of tokens is for other models."""
+    run = harness_runs.evaluate(["sotu"], f"rule=l2r:k=32,block=32,bos={bos}", limit=2, bootstrap_iters=0)
+    of_task = run["config"]["duel"]["tasks"]["sotu"]
+    counted = sum(sample["doc"]["duel_tokens"] for sample in run["samples"]["sotu"])
+    assert (of_task["tokens"] > counted) is (bos == "scored")
+    assert (of_task["tokens"] < counted) is (bos == "first")
+    expected = math.exp(-of_task["values"]["duel"]["log_prob"] / of_task["tokens"])
+    assert run["results"]["sotu"]["token_perplexity,none"] == pytest.approx(expected)
+
+
 def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(DuelError, match=rf"the ids come from the tokenizer {tmp_path} .* this model's is \S*demo-mdm "):

@@ -444,6 +444,24 @@ def test_a_column_that_the_task_needs_is_not_taken_for_one_that_the_user_named()
         files.column("a.jsonl:1", {"prefix": "x", "tarjet": "y"}, "target")
 
 
+@pytest.mark.parametrize(
+    ("output", "refused"),
+    [("texts/a.txt", "would overwrite"), ("texts/new.csv", "next time"), ("texts/new.log", ""), ("new.csv", "")],
+)
+def test_an_output_is_none_of_the_texts(tmp_path, monkeypatch, output, refused):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("a b")
+    for patterns in (["texts"], ["-", "texts"]):
+        if refused:
+            with pytest.raises(DuelError, match=refused):
+                files.require_apart(patterns, {"--json": None, "--csv": output})
+        else:
+            files.require_apart(patterns, {"--json": None, "--csv": output})
+    if "new" in output:
+        files.require_apart(["texts/a.txt"], {"--csv": output})
+
+
 def test_a_setting_by_which_no_file_is_read_is_named_in_a_warning(tmp_path, caplog):
     table = rows(tmp_path, "a.jsonl", {"page": "a b"})
     text = write(tmp_path, "a.txt", "a b\n")

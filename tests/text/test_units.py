@@ -86,11 +86,12 @@ def test_a_blank_text_has_no_words():
 @pytest.mark.parametrize(
     "bos", slow_but(["given", "scored", "official", "first", "none"], ["given", "scored", "first"])
 )
-def test_a_perplexity_its_error_and_a_comparison_divide_by_the_tokens_of_the_text(folder, bos):
-    """Also where special tokens are scored, or the first token is context: as in the harness and in an estimate."""
+def test_a_perplexity_its_error_and_a_comparison_divide_by_the_scored_tokens(folder, bos):
+    """Special tokens count if they are scored, and a first token that is context does not: as in the harness."""
     duel = Duel.from_pretrained(folder, estimator="elbo", mc_samples=16, bos=bos, device="cpu")
     [score] = duel.score(["h e y t h e r e"])
-    tokens = 8
+    tokens = 8 + {"scored": 1, "official": 1, "first": -1}.get(bos, 0)
+    assert len(score.tokens) == tokens
     assert score.perplexity == pytest.approx(math.exp(-score.log_prob / tokens))
     assert score.errors["perplexity"] == pytest.approx(score.perplexity * score.stderr / tokens)
     assert compare([score], [score], unit="token").perplexities == pytest.approx([score.perplexity] * 2)
