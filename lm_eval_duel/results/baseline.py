@@ -79,7 +79,7 @@ def find(runs: Sequence[Run]) -> tuple[list[Run], Note]:
         for name, task in run.tasks.items():
             before = kept.setdefault(name, run)
             if before.spec != run.spec:
-                several = f"No gaps: there are several results of {run.label} on {name}."
+                several = f"No gaps: there are several results of {run.label} on {run.label_of(name)}."
                 return [], Note(several, "name one with --ar")
             task_before = before.tasks[name]
             lost_samples = task_before.documents is not None and task.documents is None

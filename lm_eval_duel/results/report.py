@@ -266,10 +266,11 @@ def _other_pairs(name: str, count: int, possible: int, of: str = "") -> Note:
 
 
 def _label(name: str, runs: Sequence[Run]) -> str:
-    """The name of a task in tables. Texts that `score` scored have the name of their file; in several, of the first."""
+    """The name of a task in tables; if its results give it several, that of the first."""
     for run in runs:
-        if run.content.get("scored"):
-            return str(run.content["scored"])
+        label = run.label_of(name)
+        if label != name:
+            return label
     return name
 
 

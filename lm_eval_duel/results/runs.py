@@ -218,6 +218,10 @@ class Run:
         """Its name in notes."""
         return "/".join(self.file.parts[-2:])
 
+    def label_of(self, task: str) -> str:
+        """The name of a task in tables: texts that `score` scored have that of their file."""
+        return str(self.content.get("scored") or task)
+
     def text_of(self, task: str | None, number: int | None) -> str | None:
         """The digest of the text of a document, as a trace has it; None if it is not known."""
         documents = None

@@ -267,7 +267,7 @@ def _key(window: Mapping[str, Any], run: Run | None, labels: Mapping[tuple[str, 
     if run is None:
         label = file_of(name) if name else task
     else:
-        label = labels.get((run.name, task)) or str(run.content.get("scored") or task)
+        label = labels.get((run.name, task)) or run.label_of(task)
     return DocumentKey(task, window["doc"], window.get("sha256") or "", name, label)
 
 
