@@ -53,9 +53,11 @@ class FromText:
 
     def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
-        ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
-        of_row = isinstance(text, TokenText)  # its task has made the row
-        expected = scored_of_row(text, self.bos) if of_row else self.scored_of_text(ids)
+        if isinstance(text, TokenText):  # its task has made the row
+            expected = scored_of_row(text, self.bos)
+        else:
+            ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
+            expected = self.scored_of_text(ids)
         self.tokens += len(expected)
 
         scored: list[int] = []
