@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
@@ -29,6 +29,7 @@ from lm_eval_duel.fingerprint import spec_of
 from lm_eval_duel.keywords import keywords_of, shows, suggests_names
 from lm_eval_duel.library.ids import (
     AUTO,
+    DEMO,
     ELSEWHERE,
     GREEDY,
     HARNESS_ARGS,
@@ -37,20 +38,17 @@ from lm_eval_duel.library.ids import (
     SIZES,
     Default,
     OnIds,
-    TextOrIds,
-    as_list,
     estimator_options,
     estimators_listing,
     keywords_of_duel,
     network_listing,
-    one_each,
     own_arguments,
     require_network,
     require_rule,
     require_tokenizer,
-    text_windows,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore, with_doubt
+from lm_eval_duel.library.texts import TextOrIds, as_list, one_each, prompt_windows, text_windows
 from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -142,7 +140,7 @@ class Duel(OnIds):
     )
     def from_pretrained(
         cls,
-        name: str = "demo-mdm",
+        name: str = DEMO,
         *,
         device: str | None = None,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -161,6 +159,10 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
+        if "pretrained" in arguments and not isinstance(name, Default):
+            raise DuelError(f"Two checkpoints are named, {name} and pretrained={arguments['pretrained']}; name one.")
+        if not isinstance(name, str | os.PathLike):
+            raise DuelError(f"Duel.from_pretrained takes the folder or the name of a checkpoint; got {name!r}.")
         for key in HARNESS_ARGS:
             if key in arguments:
                 raise DuelError(
@@ -175,7 +177,7 @@ class Duel(OnIds):
         require_rule(rule)
         if isinstance(rule, Rule):
             arguments["rule"] = str(rule)
-        options = Options.parse({"pretrained": name, **arguments})
+        options = Options.parse({"pretrained": str(name), **arguments})
         if isinstance(rule, Rule):
             options = dataclasses.replace(options, rule=rule)
         scorer = load_scorer(options, tokenizer=tokenizer, device=device, **sizes)
@@ -439,7 +441,8 @@ class Duel(OnIds):
         keys: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, GeneratedText]]:
         """Like `generate`, but yield (index, continuation) of each prompt as it is finished, in any order."""
-        until = until if isinstance(until, str) else list(until)
+        if isinstance(until, Iterable) and not isinstance(until, str):
+            until = list(until)
         arguments = {
             "max_new_tokens": max_new_tokens,
             "do_sample": do_sample,
@@ -448,7 +451,7 @@ class Duel(OnIds):
             "top_p": top_p,
             "until": until,
         }
-        settings = Settings.from_arguments(arguments, seed)
+        settings = Settings.from_arguments(arguments, SEED("seed", seed))
         prompts = as_list(prompts, "prompts")
         # a single text in place of a list is refused; in a list, prompts given as ids need no check
         texts = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -477,22 +480,11 @@ class Duel(OnIds):
         changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]
         for note in generator.notes:
             log.warning("%s", note)
-        windows = []
-        cut_before = encoder.cut_contexts
-        for n, prompt in enumerate(prompts):
-            with naming(f"Prompt {n}"):
-                windows.append(generator.prompt(prompt, after[n]))
-        cut = encoder.cut_contexts - cut_before
-        if cut:
-            log.warning(
-                "%d of %d prompts cut to leave room for max_new_tokens=%d",
-                cut,
-                len(prompts),
-                generator.settings.length,
-            )
+        encoded = prompt_windows(generator, prompts, after)
+        windows = [each.windows[0] for each in encoded]
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
                 generated = GeneratedText.from_sample(
-                    prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes
+                    prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes, encoded[n].cut
                 )
                 yield n, generated

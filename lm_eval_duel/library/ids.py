@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.arguments import Arguments, declared, whole
@@ -13,24 +13,21 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, WHOLE_ROW_BOS
-from lm_eval_duel.errors import DuelError, UsageError, counted, documentation, naming, unknown
+from lm_eval_duel.errors import DuelError, UsageError, documentation, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.trajectories import Trajectory
 from lm_eval_duel.keywords import listing, suggests_names
-from lm_eval_duel.library.results import EncodedText
+from lm_eval_duel.library.texts import TextOrIds, one_each
 from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 from lm_eval_duel.rules import Rule
-from lm_eval_duel.text.annotated import split_at_borders
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-
-TextOrIds: TypeAlias = "str | Ids"
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -337,6 +334,7 @@ class Default(str):
     """The default of a keyword of `Duel`, which differs from the same value given by the user."""
 
 
+DEMO: Any = Default("demo-mdm")
 GREEDY: Any = Default("greedy")
 AUTO: Any = Default("auto")
 HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
@@ -418,67 +416,3 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
             )
         raise unknown("argument", key, [*KEYWORDS, "tokenizer", *known], f"of Duel with estimator={entry.name}")
     return Options.parse({"estimator": entry.name, **arguments})
-
-
-def text_windows(
-    encoder: TextEncoder,
-    texts: Sequence[str],
-    around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None,
-) -> list[EncodedText]:
-    """Each text as it is scored, as in the harness.
-
-    `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
-    cannot be scored.
-    """
-    encoded = []
-    cut_before = encoder.cut_contexts
-    for n, text in enumerate(texts):
-        with naming(f"Text {n}"):
-            if around is None:
-                encoded.append(EncodedText(encoder.document(encoder.encode(text)), text))
-            else:
-                before, after = around[n]
-                window = encoder.gap(before, text, after)
-                scored = text
-                if isinstance(before, str) and isinstance(after, str):
-                    _, scored, _ = split_at_borders(before, text, after or None)
-                encoded.append(EncodedText([window] if window.target else [], scored))
-    cut = encoder.cut_contexts - cut_before
-    if cut:
-        log.warning(
-            "The context or suffix of %s was cut to fit max_length=%d",
-            counted(cut, "text"),
-            encoder.denoiser.max_length,
-        )
-    return encoded
-
-
-def as_list(given: Any, name: str) -> Any:
-    """Texts in their order: a column of a table is indexed by its labels, and a generator not at all.
-
-    A single text is left as it is, to be refused. Raises DuelError for what holds no texts, or has columns: in a loop
-    these give their names.
-    """
-    if isinstance(given, str):
-        return given
-    if isinstance(given, Mapping) or hasattr(given, "columns"):
-        raise DuelError(f"{name} is a list of texts; got a {type(given).__name__}. Pass one of its columns.")
-    if not isinstance(given, Iterable):
-        raise DuelError(f"{name} is a list of texts; got an object of the class {type(given).__name__}.")
-    return list(given)
-
-
-def one_each(
-    texts: Sequence[Any],
-    given: Sequence[TextOrIds] | None,
-    name: str,
-    nothing: TextOrIds = "",
-) -> Sequence[TextOrIds]:
-    """The context or suffix of each text; raises DuelError if there is not one for each."""
-    if given is None:
-        return [nothing] * len(texts)
-    given = as_list(given, name)
-    if isinstance(given, str) or len(given) != len(texts):
-        came = "one text" if isinstance(given, str) else str(len(given))
-        raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")
-    return given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Counts, Kind, Plain, Sample, Score
@@ -14,24 +14,13 @@ from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.library.display import Display, shown_text, shown_value
+from lm_eval_duel.library.texts import EncodedText
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lm_eval_duel.estimators.base import Estimator
-
-
-class EncodedText(NamedTuple):
-    """A text as it is scored."""
-
-    windows: list[Window]
-    scored: str  # see `TextScore`
-
-    @property
-    def tokens(self) -> int:
-        """The number of scored tokens."""
-        return sum(window.scored_tokens for window in self.windows)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,6 +53,7 @@ class TextScore(Display):
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
+    cut: bool = False  # the context or the suffix did not fit the row, and only its end or beginning was visible
     note: str = ""  # what limits the value, such as "of ancestral sampling in 48 steps"
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
     fingerprint: str = ""  # the digest of the spec
@@ -116,7 +106,8 @@ class TextScore(Display):
             stderr=total.stderr,
             bound=value.is_bound,
             kind=value.word,
-            note=estimator.counts.with_doubt(value.note),
+            cut=bool(encoded.cut),
+            note=estimator.counts.with_doubt(" ".join(filter(None, [value.note, encoded.cut]))),
             perplexity=_perplexity(total.log_prob, total.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),
@@ -296,10 +287,12 @@ class GeneratedText(Display):
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
         changes: Sequence[object] = (),
+        cut: str = "",
     ) -> GeneratedText:
         """The text of a sample, and the window under which it is scored again.
 
-        `changes`: what changed the network's distribution for this text alone, such as a temperature.
+        `changes`: what changed the network's distribution for this text alone, such as a temperature. `cut`: a note, if
+        the prompt was.
         """
         total = Total.from_score(window, sample, estimator.name)
         template = estimator.value_template
@@ -310,7 +303,7 @@ class GeneratedText(Display):
             log_prob=sample.log_prob,
             stderr=total.stderr,
             kind=template.word,
-            note=estimator.counts.with_doubt(" ".join(filter(None, [template.note, under]))),
+            note=estimator.counts.with_doubt(" ".join(filter(None, [template.note, under, cut]))),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

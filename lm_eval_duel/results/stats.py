@@ -118,8 +118,6 @@ def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray, documents: 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
-OTHER_WINDOWS = "no verdict: the windows differ"
-OTHER_POSITIONS = "no verdict: the scored positions differ"
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 95 % of cases, from 3 in 75 %
 EQUAL = 1e-6  # nats per unit that are float noise
 
@@ -269,6 +267,7 @@ class Texts(NamedTuple):
     counts: dict[str, list[int]]  # by unit
     positions: str  # that are scored
     cuts: list[list[tuple[int, int]]]  # of each text, see `_cuts`
+    cut_contexts: list[int]  # of each text: the visible tokens around it, if its context or suffix was cut, else 0
     value: Value  # of their sum; equal texts share one error
     no_error: str  # why a value that is drawn has no error
 
@@ -293,8 +292,8 @@ def compare(
 
     Returns:
         The difference in nats per unit, its 95 % interval (bootstrap over texts, including the Monte Carlo error of
-        estimates and bounds), and a verdict: none if other positions are scored (`bos`), or if long texts of the same
-        tokens are cut at different places.
+        estimates and bounds), and a verdict: none if other positions are scored (`bos`), if long texts of the same
+        tokens are cut at different places, or if contexts were cut, and not alike.
 
     Raises:
         DuelError: If the texts differ, there are none, or the unit is unknown.
@@ -310,7 +309,7 @@ def compare(
     second = _texts(b, names[1])
     for n, (one, other) in enumerate(zip(first.keys, second.keys, strict=True)):
         if one != other:
-            raise DuelError(f"{wanted} text {n} differs.")
+            raise DuelError(f"{wanted} text {n}, its context or its suffix differs.")
     unit = _shared_unit(first, second, unit)
 
     # documents in the order of a report, so that the intervals are the same
@@ -335,14 +334,20 @@ def compare(
     if len(order) > 1 and np.isfinite(sums).all():
         draws = bootstrap_rates(table, keys)
     result = difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
-    if not result.verdict:
-        return result
+    other = _not_alike(first, second) if result.verdict else ""
+    return dataclasses.replace(result, better="", verdict=f"no verdict: {other}") if other else result
+
+
+def _not_alike(first: Texts, second: Texts) -> str:
+    """The reason that two lists allow no verdict, whatever their values are; empty if they do."""
     if first.positions != second.positions:
-        return dataclasses.replace(result, better="", verdict=OTHER_POSITIONS)
+        return "the scored positions differ"
     same_tokens = first.counts["token"] == second.counts["token"]
+    if first.cut_contexts != second.cut_contexts or (any(first.cut_contexts) and not same_tokens):
+        return "contexts were cut, and not alike"
     if same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
-        return dataclasses.replace(result, better="", verdict=OTHER_WINDOWS)
-    return result
+        return "the windows differ"
+    return ""
 
 
 def _is_list(scores: Any) -> bool:
@@ -378,6 +383,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         },
         positions=scored_positions(spec),
         cuts=[_cuts(score.windows) for score in scores],
+        cut_contexts=[_visible(score) if getattr(score, "cut", False) else 0 for score in scores],
         value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
         no_error=entry.unknown_error(total.error, spec),
     )
@@ -397,6 +403,11 @@ def _cuts(windows: Sequence[Any]) -> list[tuple[int, int]]:
         visible = len(window.context) - len(windows[0].context)
         cuts.append((len(window.target), visible))
     return cuts
+
+
+def _visible(score: Any) -> int:
+    """The number of tokens that are visible around a text."""
+    return sum(len(window.context) + len(window.suffix) for window in score.windows)
 
 
 def _check_scores(scores: Sequence[Any], name: str) -> None:

@@ -157,6 +157,9 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[files.OwnText]:
     lines = settings.get("lines", False)
     documents = files.texts(patterns, field, lines, "--metadata field=")
     files.warn_of_unused(patterns, field, lines)
+    [first, *others] = documents
+    if not (others or lines) and files.ending(first.name) in files.PLAIN and "\n" in first.text:
+        log.info("%s is one document; with --lines (in --metadata: lines=true), each line is one", first.name)
     return documents
 
 

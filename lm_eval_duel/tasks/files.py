@@ -34,6 +34,7 @@ PACKED = ".gz"
 STDIN = "-"
 DEFAULT_FIELD = "text"  # the column of texts
 NOT_BLANK = re.compile(r"\S")
+OUTPUTS = ('"format": "lm_eval_duel', '"checkpoint":', "model,estimator,")  # at the start of --json and --csv files
 FEW_COLUMNS = 4  # with more, the only column of texts may be a name or a date
 LISTED = 5  # at most this many files that are not read are named
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
@@ -115,9 +116,9 @@ def left_out(pattern: str) -> str:
 
 
 def require_apart(patterns: Sequence[str], outputs: Mapping[str, str | None]) -> None:
-    """Raise DuelError for an output that would overwrite one of the files, or be read as one of their folder.
+    """Raise DuelError for an output that would overwrite what these commands have not written, or be read as a text.
 
-    `outputs`: by the flags that name them; None: not written.
+    `patterns`: of the texts. `outputs`: by the flags that name them; None: not written.
     """
     inputs = [pattern for pattern in patterns if pattern != STDIN]
     sources = {file.resolve() for file in find(inputs)}
@@ -128,11 +129,22 @@ def require_apart(patterns: Sequence[str], outputs: Mapping[str, str | None]) ->
         output = Path(name).resolve()
         if output in sources:
             raise DuelError(f"{flag} {name} would overwrite the texts of that file; name another one.")
+        if output.is_file() and not _is_an_output(output):
+            raise DuelError(
+                f"{flag} {name} exists, and no earlier call has written it; name another file after {flag}."
+            )
         if output.parent in folders and ending(output) in FORMATS:
             raise DuelError(
                 f"{flag} {name} would be one of the texts next time, since all files of its folder are read; name a "
                 "file elsewhere."
             )
+
+
+def _is_an_output(file: Path) -> bool:
+    """True for an empty file, and for one that a command has written with --json or --csv."""
+    with file.open(encoding="utf-8", errors="replace") as content:
+        start = content.read(100)
+    return not start or any(mark in start for mark in OUTPUTS)
 
 
 # ---------------------------------------------------------------- files -> texts

@@ -339,7 +339,7 @@ def test_texts_between_others(duel):
     assert by_ids.windows == filled.windows
 
     assert compare([filled], [filled]).documents == 1
-    with pytest.raises(DuelError, match="text 0 differs"):
+    with pytest.raises(DuelError, match="text 0, its context"):
         compare([without_suffix], [filled])
 
     prompts = [before, ids_before]
@@ -530,11 +530,33 @@ class Frame:
         return iter(self.columns)
 
 
-@pytest.mark.parametrize("table", [{"text": SHORT}, Frame()])
-def test_a_table_is_refused_where_texts_are_expected(duel, table):
-    for use in (duel.score, duel.generate, lambda given: duel.score(SHORT, contexts=given)):
-        with pytest.raises(DuelError, match="one of its columns"):
-            use(table)
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"text": SHORT}, "one of its columns"), (Frame(), "one of its columns"), ({*SHORT}, "no order")],
+)
+def test_a_table_and_a_set_are_refused_where_texts_are_expected(duel, given, reason):
+    for use in (duel.score, duel.generate, lambda contexts: duel.score(SHORT, contexts=contexts)):
+        with pytest.raises(DuelError, match=reason):
+            use(given)
+
+
+def test_a_text_says_that_its_context_was_cut(caplog):
+    duel = Duel.from_pretrained("demo-ar", estimator="ar", max_length=12, device="cpu")
+    long = "We the people of the United States in order to form a more perfect union establish justice"
+
+    cut, whole = duel.score([" the union"] * 2, contexts=[long, "We"])
+    [generated] = duel.generate([long], max_new_tokens=4)
+
+    assert cut.cut and "max_length=12" in cut.note and "suffix of 1 text was cut" in caplog.text
+    assert not whole.cut and not whole.note
+    assert "cut" in generated.note and "1 of 1 prompts cut" in caplog.text
+
+
+def test_one_checkpoint_is_named():
+    with pytest.raises(DuelError, match="Two checkpoints"):
+        Duel.from_pretrained("demo-mdm", pretrained="demo-bd")
+    with pytest.raises(DuelError, match="got None"):
+        Duel.from_pretrained(None)
 
 
 def test_what_is_no_estimate_has_no_total(duel):

@@ -191,6 +191,16 @@ WORSE = scores(0.05, seed=2)
 MUCH_WORSE = scores(0.1, seed=2)
 
 
+@pytest.mark.parametrize("visible", [3, 5])
+def test_contexts_that_were_cut_in_another_way_have_no_verdict(visible):
+    def cut(scores, visible):
+        window = Window((0,) * visible, (1,) * 10)
+        return [dataclasses.replace(score, windows=(window,), cut=True) for score in scores]
+
+    assert "contexts were cut" in compare(BETTER, cut(WORSE, visible)).verdict
+    assert ("contexts were cut" in compare(cut(BETTER, 3), cut(WORSE, visible)).verdict) is (visible == 5)
+
+
 @pytest.mark.parametrize("bos", ["none", "first"])
 def test_other_scored_positions_have_no_verdict(bos):
     """The first token costs nothing under bos=first: that makes no model better."""

@@ -462,6 +462,21 @@ def test_an_output_is_none_of_the_texts(tmp_path, monkeypatch, output, refused):
         files.require_apart(["texts/a.txt"], {"--csv": output})
 
 
+@pytest.mark.parametrize(
+    ("content", "replaced"),
+    [("", True), ('{\n "format": "lm_eval_duel score",', True), ("model,estimator,rule", True), ("A speech.", False)],
+)
+def test_an_output_replaces_only_outputs(tmp_path, content, replaced):
+    """A pattern that the shell expands behind --json would cost its first file."""
+    output = tmp_path / "a.txt"
+    output.write_text(content)
+    if replaced:
+        files.require_apart([], {"--json": str(output)})
+        return
+    with pytest.raises(DuelError, match=r"--json .*a\.txt exists"):
+        files.require_apart([], {"--json": str(output)})
+
+
 def test_a_setting_by_which_no_file_is_read_is_named_in_a_warning(tmp_path, caplog):
     table = rows(tmp_path, "a.jsonl", {"page": "a b"})
     text = write(tmp_path, "a.txt", "a b\n")
