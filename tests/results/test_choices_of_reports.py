@@ -1,5 +1,6 @@
 """What a report chooses among rows, runs, traces and notes: small tables of cases, each in both orders."""
 
+import functools
 import itertools
 import json
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from lm_eval_duel.results import (
 )
 from lm_eval_duel.results import report as reports
 from lm_eval_duel.results.doubts import doubts
+from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.table import Table
 
 
@@ -476,8 +478,9 @@ def test_a_table_over_tasks_is_there_if_one_of_them_has_its_numbers(tmp_path, ta
 def test_texts_of_one_file_have_its_name(names):
     runs = []
     for name in names:
-        content = {"scored": name} if name else {}
-        runs.append(SimpleNamespace(content=content))
+        of_name = SimpleNamespace(content={"scored": name} if name else {})
+        of_name.label_of = functools.partial(Run.label_of, of_name)
+        runs.append(of_name)
 
     assert reports._label("score", runs) == (names[0] or "score")
 
