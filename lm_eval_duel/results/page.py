@@ -84,6 +84,7 @@ def html(report: Report, title: str | None) -> str:
         differences=_differences(report),
         most_open=MOST_OPEN,
         plot=_plot(standings, report.tasks),
+        baseline=_baseline_names(report),
         details={row: _details(row.method, folder) for row in rows},
         published=list(map(published.table, report.published)),
         documents=command_line.finite(report.documents),
