@@ -403,18 +403,24 @@ def size_in_words(size: int | None, available: int | None) -> str:
     return f"{scored} {noun}" if scored else ""
 
 
-def file_of(document: str) -> str:
-    """The name of the file that holds one of the user's texts, which is named by it and perhaps by its line."""
-    return Path(re.sub(r":\d+$", "", document)).name
+def file_of(document: str) -> Path:
+    """The file that holds one of the user's texts, which is named by it and perhaps by its line."""
+    return Path(re.sub(r":\d+$", "", document))
 
 
 def name_of_files(documents: Iterable[str]) -> str:
-    """The name of the file that holds the user's texts, or of the first and the number of the others."""
-    names = list(dict.fromkeys(map(file_of, documents)))
-    if not names:
-        return ""
-    first, *others = names
-    return f"{first} and {len(others)} more" if others else first
+    """The name of the file that holds the user's texts; of several, that of their folder.
+
+    If they have none in common, it is the name of the first one and the number of the others.
+    """
+    files = list(dict.fromkeys(map(file_of, documents)))
+    names = list(dict.fromkeys(file.name for file in files))
+    if len(names) < 2:
+        return "".join(names)
+    folder, *other_folders = dict.fromkeys(file.parent for file in files)
+    if folder.name and not other_folders:
+        return folder.name
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def pretrained_of(config: Config, header: Header) -> str:

@@ -264,7 +264,7 @@ def _key(window: Mapping[str, Any], run: Run | None, labels: Mapping[tuple[str, 
     """The document of a window that a run scored."""
     task = window["task"]
     name = str(window.get("document", "")) if task == "score" else ""
-    label = file_of(name) if name else task
+    label = file_of(name).name if name else task
     if run is not None:
         label = labels.get((run.name, task)) or run.label_of(task)
     return DocumentKey(task, window["doc"], window.get("sha256") or "", name, label)

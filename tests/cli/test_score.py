@@ -321,7 +321,7 @@ def test_texts_of_a_folder_are_one_task(folder, tmp_path, capsys):
     digests = dict.fromkeys(line["sha256"] for line in read_trace(trace))
     assert list(digests) == [document["sha256"] for document in of_documents]
 
-    for places, name in ((results, "x.txt and 2 more"), (results[::-1], "lines.txt")):
+    for places, name in ((results, "own"), (results[::-1], "lines.txt")):
         content = collect(parse_report([*places, "--page", "--shown", "2", "--out", "unused"]))
         assert list(content.tasks) == [name]
     of_folder = collect(parse_report([results[0], "--page", "--shown", "2", "--out", "unused"]))

@@ -146,6 +146,8 @@ def test_texts_of_score_are_named_by_their_files():
     assert named() == ""
     assert named("x.txt") == "x.txt"
     assert named("a/x.txt:1", "a/x.txt:2") == "x.txt"
+    assert named("b/a/x.txt:1", "b/a/y.txt:12") == "a"
+    assert named("x.txt", "y.txt") == "x.txt and 1 more"
     assert named("a/x.txt:1", "b/y.txt:12", "z.txt") == "x.txt and 2 more"
 
 
