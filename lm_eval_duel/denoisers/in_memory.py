@@ -250,6 +250,10 @@ class Function(Denoiser):
         remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
         with explained(self.path, "run network", remedy):
             logits = self.features(first, None)
+        longest = first[:, :1].repeat(1, self.max_length)  # (1, L)
+        remedy = "Its longest rows have max_length positions: lower max_length if it takes fewer."
+        with explained(self.path, f"run a row of {self.max_length} positions through", remedy):
+            self.features(longest, None)
         if logits.device.type != self.device.type:
             raise DuelError(
                 f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "

@@ -19,7 +19,7 @@ from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, NETWORK_ARGUMENTS, NetworkArguments
-from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.errors import DuelError, naming, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
@@ -233,6 +233,8 @@ class Duel(OnIds):
         entry = registry.find(arguments.get("estimator", "duel"))
         keywords = {key: arguments.pop(key) for key in (*KEYWORDS, *own_arguments(entry)) if key in arguments}
         given = list(arguments)
+        known = [*KEYWORDS, *own_arguments(entry), *IN_MEMORY_ARGUMENTS]
+        require_known("argument", given, known, f"of Duel.from_model with estimator={entry.name}")
         if entry.causal:
             arguments["attention"] = "causal"
         elif isinstance(block := keywords.get("block"), int):
@@ -339,7 +341,8 @@ class Duel(OnIds):
         """Estimate the value of `score` for each text, with its standard error, for a fraction of the work.
 
         A two-phase estimate, unbiased in log-probability (docs/estimators.md). Single texts have few sampled blocks;
-        `TextEstimate.total(estimates)` is the estimate for all of them.
+        `TextEstimate.total(estimates)` is the estimate for all of them. It saves work only for texts of many blocks:
+        texts of one or two take longer than under `score`.
 
         Args:
             texts: Texts.
@@ -371,6 +374,7 @@ class Duel(OnIds):
         with estimator.one_run():
             for n, scores in score_documents(windows, estimator.stream, "Text {}".format):
                 estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator, spec)
+        self.counts.add_work(estimator.counts)
         return [with_doubt(estimates[n], estimator.counts) for n in range(len(texts))]
 
     # ------------------------------------------------------------ text out

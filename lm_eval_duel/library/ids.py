@@ -313,9 +313,10 @@ class OnIds:
             raise DuelError(f"Duel.{method} takes a list of texts; got one text. Write duel.{method}([text]).")
         for n, text in enumerate(texts):
             if not isinstance(text, str):
+                is_missing = text is None or text != text  # NaN, as in a column of a table
+                got = "is missing" if is_missing else f"is of the class {type(text).__name__}"
                 raise DuelError(
-                    f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
-                    "ids use log_prob and sample."
+                    f"Duel.{method} takes a list of texts; number {n} {got}. For token ids use log_prob and sample."
                 )
         bos = self._encoder.bos
         if has_contexts and bos in WHOLE_ROW_BOS:
@@ -352,7 +353,7 @@ def estimators_listing() -> str:
     for entry in registry.ENTRIES:
         if entry.arguments:
             records.setdefault(entry.record, []).append(entry.name)
-    lists = []
+    lists = [listing("Of every estimator, with its default:", {"draw_seed": MODEL_ARGUMENTS["draw_seed"]})]
     for record, names in records.items():
         title = f"Arguments of estimator={' or '.join(names)}, with their defaults:"
         lists.append(listing(title, declared(record)))

@@ -222,6 +222,15 @@ class Run:
         """The name of a task in tables: texts that `score` scored have that of their file."""
         return str(self.content.get("scored") or task)
 
+    def has_document(self, task: str | None, number: int | None) -> bool:
+        """True if a document is among those of a task. Without samples, they are taken to be the first ones."""
+        of_task = self.every_task.get(str(task))
+        if of_task is None or number is None:
+            return False
+        if of_task.documents is not None:
+            return number in of_task.documents.numbers.values()
+        return of_task.size is None or number < of_task.size
+
     def text_of(self, task: str | None, number: int | None) -> str | None:
         """The digest of the text of a document, as a trace has it; None if it is not known."""
         documents = None

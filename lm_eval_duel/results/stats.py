@@ -334,7 +334,11 @@ def compare(
     if len(order) > 1 and np.isfinite(sums).all():
         draws = bootstrap_rates(table, keys)
     result = difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
-    other = _not_alike(first, second) if result.verdict else ""
+    other = _not_alike(first, second)
+    if result.difference is None:
+        other = "a perplexity is infinite"
+    elif result.interval is None:
+        other = "a single text has no interval"
     return dataclasses.replace(result, better="", verdict=f"no verdict: {other}") if other else result
 
 

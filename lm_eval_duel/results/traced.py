@@ -51,13 +51,19 @@ class Traces:
                 notes.append(Note(advice=gone))
             attached.append(run)
 
-        fingerprints = {run.config.fingerprint for run in attached}
         for path in dict.fromkeys(self.named):
-            fingerprint = self.fingerprint(path)
-            if fingerprint not in fingerprints:
-                foreign = f"The trace {path} (fingerprint {fingerprint}) belongs to none of the results."
+            if not self.runs_of(path, attached):
+                foreign = f"The trace {path} (fingerprint {self.fingerprint(path)}) belongs to none of the results."
                 notes.append(Note(advice=foreign))
         return attached, notes
+
+    def runs_of(self, path: Path, runs: Iterable[Run]) -> list[Run]:
+        """The runs that have scored texts of a trace under its spec."""
+        of_trace = []
+        for run in runs:
+            if run.config.fingerprint == self.fingerprint(path) and self.windows(path, run):
+                of_trace.append(run)
+        return of_trace
 
     def _of_run(self, run: Run) -> tuple[Path | None, list[dict[str, Any]]]:
         """The trace of a run, None if there is none, and its windows that are of the run's texts."""
@@ -85,6 +91,8 @@ class Traces:
 
         kept = []
         for window in windows:
+            if run is not None and not run.has_document(window.get("task"), window.get("doc")):
+                continue
             text = window.get("sha256")
             wanted = last[trace.request_of(window)]
             if run is not None and text is not None:
@@ -252,7 +260,7 @@ def _with_runs(traces: Traces, path: Path, runs: Iterable[Run]) -> Iterable[tupl
 
     None stands for the run of a trace that belongs to none of the results.
     """
-    of_trace: list[Run | None] = [run for run in runs if run.trace == path]
+    of_trace: list[Run | None] = [*traces.runs_of(path, runs)]
     windows: dict[int, tuple[Mapping[str, Any], Run | None]] = {}  # by their identity: runs may share one
     for run in of_trace or [None]:
         for window in traces.windows(path, run):

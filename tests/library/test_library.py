@@ -482,6 +482,7 @@ def test_a_text_whose_only_token_is_context_is_named(caplog):
 def test_an_estimate_has_plain_values():
     duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=2, device="cpu")
     [estimate] = duel.estimate(["the state of the union"], sample=1.0)
+    assert duel.counts.rows > 0
     values = estimate.to_dict()
     assert values["perplexity"] == pytest.approx(estimate.perplexity)
     assert values["kind"] == estimate.kind
@@ -550,6 +551,19 @@ def test_a_text_says_that_its_context_was_cut(caplog):
     assert cut.cut and "max_length=12" in cut.note and "suffix of 1 text was cut" in caplog.text
     assert not whole.cut and not whole.note
     assert "cut" in generated.note and "1 of 1 prompts cut" in caplog.text
+
+
+def test_a_network_that_takes_shorter_rows_is_told_max_length():
+    positions = torch.nn.Embedding(8, 4)
+    weights = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+    def function(ids, real):
+        return positions(torch.arange(ids.shape[1])) @ weights + torch.nn.functional.one_hot(ids, 6).float().mean(
+            1, True
+        )
+
+    with pytest.raises(DuelError, match=r"9 positions.*max_length"):
+        Duel.from_model(function, module=positions, mask_token_id=5, max_length=9)
 
 
 def test_one_checkpoint_is_named():

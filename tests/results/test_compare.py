@@ -191,6 +191,14 @@ WORSE = scores(0.05, seed=2)
 MUCH_WORSE = scores(0.1, seed=2)
 
 
+def test_a_comparison_without_a_verdict_says_why():
+    impossible = [text_score("text", -math.inf, 10), *BETTER[1:]]
+    infinite = compare(impossible, [text_score("text", -30.0, 10), *BETTER[1:]])
+    assert infinite.difference is None and "infinite" in infinite.verdict
+    single = compare(BETTER[:1], WORSE[:1])
+    assert single.interval is None and "single text" in single.verdict
+
+
 @pytest.mark.parametrize("visible", [3, 5])
 def test_contexts_that_were_cut_in_another_way_have_no_verdict(visible):
     def cut(scores, visible):

@@ -100,15 +100,20 @@ def test_each_result_has_its_own_texts_of_a_trace(tmp_path, monkeypatch):
         windows[text] = WINDOW | {"sha256": stats.key_of(text), "values": {"duel": nats}}
         if text != "third":
             file = ours(tmp_path / text, docs={"sotu": documents([nats], [3], [text])})
-    of_all = trace(tmp_path / "all.jsonl", file, [windows["second"], windows["first"], windows["third"]])
+    of_another_document = WINDOW | {"doc": 1, "sha256": stats.key_of("fourth")}
+    of_all = trace(
+        tmp_path / "all.jsonl", file, [windows["second"], windows["first"], windows["third"], of_another_document]
+    )
     of_each = [trace(tmp_path / f"{text}.jsonl", file, [line]) for text, line in windows.items()]
     runs = read.runs([tmp_path / "first", tmp_path / "second"])
 
     for places in ([of_all], of_each):
         attached, notes = traced.Traces(places).attach(runs)
         assert [run.traced["sotu", "duel"] for run in attached] == [{0: -3.5}, {0: -9.0}]
-        assert notes == []
-    [first, _], [note] = traced.Traces(of_each[1:]).attach(runs)
+        foreign = [note.advice for note in notes]
+        assert len(foreign) == (0 if places == [of_all] else 1)
+        assert all("third.jsonl" in advice and "none of the results" in advice for advice in foreign)
+    [first, _], [note] = traced.Traces([of_each[1]]).attach(runs)
     assert first.traced == {}
     assert "other texts" in note.advice
 
