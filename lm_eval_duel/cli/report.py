@@ -88,13 +88,15 @@ def _check_baseline_place(ar: str, results: Sequence[str]) -> None:
         runs = read.runs(results)
         if baseline.of_model(ar, runs):
             return
+        what = "neither a file nor a model of RESULTS"
         if any(ar in (run.label, run.pretrained) for run in runs):
-            others = dict.fromkeys(run.label for run in runs if run.config.autoregressive)
-            advice = baseline.how_to_make_one(runs)
-            if others:
-                advice = f"RESULTS have those of {', '.join(others)}"
-            raise DuelError(
-                f"--ar {ar} is a model without autoregressive results. --ar takes an autoregressive model of RESULTS, "
-                f"or a file or folder of its results: {advice}."
-            )
+            what = "a model without autoregressive results"
+        others = dict.fromkeys(run.label for run in runs if run.config.autoregressive)
+        advice = baseline.how_to_make_one(runs)
+        if others:
+            advice = f"RESULTS have those of {', '.join(others)}"
+        raise DuelError(
+            f"--ar {ar} is {what}. --ar takes an autoregressive model of RESULTS, or a file or folder of its results: "
+            f"{advice}."
+        )
     read.files([ar])

@@ -18,6 +18,7 @@ UNKNOWN_TOKENIZER = "tokenizer (unknown)"
 WINDOWS = "windows"
 NAMED = 2  # runs of a difference that are named
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
+SAME_TEXTS = "score the same texts (the same files, --lines, --field and --limit)"
 SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
 SAME_WINDOWS = (
     "score both with windows=harness and a max_length that gives equal target positions, or with one that holds every "
@@ -95,9 +96,12 @@ def _refusal(name: str, metric: str, difference: Difference, first: Run, second:
     if not difference.is_of_documents:
         hint += ", or list the difference under the table with --as_published"
     hint += ", or give each its own table with --apart"
+    remedy = difference.remedy
+    if remedy == SAME_DOCUMENTS and first.is_of_score:
+        remedy = SAME_TEXTS
     return DuelError(
-        f"{metric} of {name} cannot be compared: {difference.between(first, second)}. "
-        f"To compare, {difference.remedy}{hint}."
+        f"{metric} of {first.label_of(name)} cannot be compared: {difference.between(first, second)}. "
+        f"To compare, {remedy}{hint}."
     )
 
 

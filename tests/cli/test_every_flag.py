@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,7 +142,8 @@ def traced_place(place, monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: False)
     monkeypatch.setattr(traced, "_load", str)
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: [f"{tokenizer}:{n} " for n in ids])
-    [file] = (place / "results").rglob("results_*.json")
+    shutil.rmtree(place / "results")
+    file = ours(place / "results", docs={"sotu": documents([-3] * 5, [2] * 5)})
     records = []
     for n in range(5):
         window = {"task": "sotu", "doc": n, "request": 0, "window": 0, "ids": [100 + n, 200 + n], "starts": [0]}
