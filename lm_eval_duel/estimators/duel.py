@@ -38,7 +38,7 @@ from lm_eval_duel.core.reveal import (
     WindowGroup,
     naming_window,
 )
-from lm_eval_duel.core.scores import IndexedScores, Sample, Score
+from lm_eval_duel.core.scores import IndexedScores, Kind, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
@@ -130,7 +130,8 @@ class DuelEstimator(Estimator):
                 for row, scored in self.score_blocks(group, self.block_spans(group), replay):
                     self.counts.add(scored, group.windows[row].scored_tokens)
                     note = " ".join(filter(None, [scored.note, OF_AN_ORDER]))
-                    scores[group.window_indices[row]] = dataclasses.replace(scored, note=note)
+                    replayed = dataclasses.replace(scored, kind=Kind.NOT_A_LIKELIHOOD, note=note)
+                    scores[group.window_indices[row]] = replayed
             self.row_checks.compare(self.counts)
         return scores
 

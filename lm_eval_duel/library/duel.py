@@ -233,7 +233,8 @@ class Duel(OnIds):
         entry = registry.find(arguments.get("estimator", "duel"))
         keywords = {key: arguments.pop(key) for key in (*KEYWORDS, *own_arguments(entry)) if key in arguments}
         given = list(arguments)
-        known = [*KEYWORDS, *own_arguments(entry), *IN_MEMORY_ARGUMENTS]
+        own = ("module", "device", "self_tests", "weights", "autocast")
+        known = {*KEYWORDS, *own, *own_arguments(entry), *IN_MEMORY_ARGUMENTS}
         require_known("argument", given, known, f"of Duel.from_model with estimator={entry.name}")
         if entry.causal:
             arguments["attention"] = "causal"

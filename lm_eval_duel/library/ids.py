@@ -228,7 +228,7 @@ class OnIds:
     def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
         """Score windows along recorded orders: the sum of log P(token) at the step that reveals it, in nats.
 
-        This is a diagnostic: the value is a likelihood only if a rule produced the order.
+        This is a diagnostic: the value is a likelihood only if a rule produced the order. So its kind is "oracle".
 
         Args:
             windows: Windows.

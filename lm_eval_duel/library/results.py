@@ -33,6 +33,7 @@ class TextScore(Display):
 
     shown: ClassVar = ("log_prob", "perplexity", "bits_per_byte")
     internal: ClassVar = ("window_scores", "sums")
+    computed: ClassVar = ("errors",)
 
     text: str
     log_prob: float  # nats, summed over windows
@@ -136,7 +137,7 @@ class TextEstimate(Plain):
     """
 
     internal: ClassVar = ("windows", "window_scores", "sums")
-    computed: ClassVar = ("perplexity", "perplexity_stderr", "bits_per_byte", "kind")
+    computed: ClassVar = ("perplexity", "perplexity_stderr", "bits_per_byte", "kind", "fingerprint")
 
     text: str | None  # None: several
     tokens: int
@@ -152,6 +153,11 @@ class TextEstimate(Plain):
     spec: dict[str, str] = dataclasses.field(repr=False)  # everything that defines the number
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
     note: str = ""  # what puts the value in doubt
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the spec."""
+        return digest(self.spec)
 
     def __repr__(self) -> str:
         values = [

@@ -266,6 +266,7 @@ class Texts(NamedTuple):
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
     positions: str  # that are scored
+    max_length: int  # of a row, special tokens included
     cuts: list[list[tuple[int, int]]]  # of each text, see `_cuts`
     cut_contexts: list[int]  # of each text: the visible tokens around it, if its context or suffix was cut, else 0
     value: Value  # of their sum; equal texts share one error
@@ -350,7 +351,9 @@ def _not_alike(first: Texts, second: Texts) -> str:
     if first.cut_contexts != second.cut_contexts or (any(first.cut_contexts) and not same_tokens):
         return "contexts were cut, and not alike"
     if same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
-        return "the windows differ"
+        longest = {first.max_length, second.max_length}
+        remedy = f" (make both with max_length={min(longest)})" if len(longest) > 1 else ""
+        return f"the windows differ{remedy}"
     return ""
 
 
@@ -386,6 +389,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             "byte": [score.units.bytes for score in scores],
         },
         positions=scored_positions(spec),
+        max_length=int(spec.get("max_length", 0)),
         cuts=[_cuts(score.windows) for score in scores],
         cut_contexts=[_visible(score) if getattr(score, "cut", False) else 0 for score in scores],
         value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
