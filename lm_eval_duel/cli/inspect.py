@@ -168,7 +168,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"inspect: name the checkpoint: {PROGRAM} inspect demo-mdm --model_args block=8.")
     for name in options.tasks or ():
         named.check(name)
-    files.require_apart(options.files or (), {"--json": options.json})
+    files.check_outputs(options.files or (), {"--json": options.json})
     options.metadata = named.metadata_of_texts(options, options.files) | options.metadata
     return options
 

@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for text in options.compare:
         options.models.append(other_model(text, first))
     require_traces_apart(options.models)
-    files.require_apart(options.file, {"--json": options.json, "--csv": options.csv})
+    files.check_outputs(options.file, {"--json": options.json, "--csv": options.csv})
     return options
 
 

@@ -250,10 +250,6 @@ class Function(Denoiser):
         remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
         with explained(self.path, "run network", remedy):
             logits = self.features(first, None)
-        longest = first[:, :1].repeat(1, self.max_length)  # (1, L)
-        remedy = "Its longest rows have max_length positions: lower max_length if it takes fewer."
-        with explained(self.path, f"run a row of {self.max_length} positions through", remedy):
-            self.features(longest, None)
         if logits.device.type != self.device.type:
             raise DuelError(
                 f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "
@@ -263,6 +259,13 @@ class Function(Denoiser):
         if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
             raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
         return logits.shape[-1]
+
+    def try_longest_row(self) -> None:
+        """Raise DuelError if the network fails on a row of `max_length`, which it may never see in short texts."""
+        longest = torch.full((1, self.max_length), self.mask_id, device=self.device)  # (1, L)
+        remedy = "Its longest rows have max_length positions: lower max_length if it takes fewer."
+        with explained(self.path, f"run a row of {self.max_length} positions through", remedy):
+            self.features(longest, None)
 
 
 def parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -301,6 +304,8 @@ def _plain(
         return _of_transformers(model, options, tokenizer, tested)
 
     plain = _users_denoiser(model) if isinstance(model, Denoiser) else _function(model, options, tokenizer)
+    if tested and options.max_length is not None and isinstance(plain, Function):
+        plain.try_longest_row()
     self_tests.run(plain, options.name, tested)
     is_trusted = has_module and not tested  # its dropout is off, and the user wants no tests
     if not is_trusted and plain.attention == "bidirectional":

@@ -115,7 +115,7 @@ def left_out(pattern: str) -> str:
     return f"{folder}: not read: {listed} (files of {', '.join(FORMATS)} are)"
 
 
-def require_apart(patterns: Sequence[str], outputs: Mapping[str, str | None]) -> None:
+def check_outputs(patterns: Sequence[str], outputs: Mapping[str, str | None]) -> None:
     """Raise DuelError for an output that would overwrite what these commands have not written, or be read as a text.
 
     `patterns`: of the texts. `outputs`: by the flags that name them; None: not written.

@@ -191,6 +191,16 @@ WORSE = scores(0.05, seed=2)
 MUCH_WORSE = scores(0.1, seed=2)
 
 
+def test_the_length_that_makes_windows_equal_is_named():
+    def cut(scores, max_length, *windows):
+        spec = {**scores[0].spec, "max_length": str(max_length)}
+        return [dataclasses.replace(score, spec=spec, windows=windows) for score in scores]
+
+    longer = cut(BETTER, 132, Window((), (1,) * 6), Window((), (1,) * 4))
+    shorter = cut(WORSE, 129, Window((), (1,) * 5), Window((), (1,) * 5))
+    assert "max_length=129" in compare(longer, shorter).verdict
+
+
 def test_a_comparison_without_a_verdict_says_why():
     impossible = [text_score("text", -math.inf, 10), *BETTER[1:]]
     infinite = compare(impossible, [text_score("text", -30.0, 10), *BETTER[1:]])

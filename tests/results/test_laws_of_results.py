@@ -155,7 +155,8 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     elbo[:30] = 20.0
     interval, remark = stats.gap_interval(elbo, ar + 0.3, ar, 400)
     assert interval is None
-    assert "30 of 1,000 draws" in remark
+    draws = "in 30 of 1,000 draws of documents it is not positive"
+    assert remark == f"the ELBO's gap is not distinguishable from 0: {draws}"
 
 
 def test_copies_of_texts_tell_nothing_new():

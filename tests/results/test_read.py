@@ -135,7 +135,7 @@ def test_files_that_are_no_results(tmp_path):
         run(tmp_path)
 
     (folder / "results_x.json").write_text("{}")
-    with pytest.raises(DuelError, match=r"is not a results file of .* or is not whole"):
+    with pytest.raises(DuelError, match="is not a results file of lm_eval or of score --json, or is not whole"):
         run(tmp_path)
 
 

@@ -455,11 +455,11 @@ def test_an_output_is_none_of_the_texts(tmp_path, monkeypatch, output, refused):
     for patterns in (["texts"], ["-", "texts"]):
         if refused:
             with pytest.raises(DuelError, match=refused):
-                files.require_apart(patterns, {"--json": None, "--csv": output})
+                files.check_outputs(patterns, {"--json": None, "--csv": output})
         else:
-            files.require_apart(patterns, {"--json": None, "--csv": output})
+            files.check_outputs(patterns, {"--json": None, "--csv": output})
     if "new" in output:
-        files.require_apart(["texts/a.txt"], {"--csv": output})
+        files.check_outputs(["texts/a.txt"], {"--csv": output})
 
 
 @pytest.mark.parametrize(
@@ -471,10 +471,10 @@ def test_an_output_replaces_only_outputs(tmp_path, content, replaced):
     output = tmp_path / "a.txt"
     output.write_text(content)
     if replaced:
-        files.require_apart([], {"--json": str(output)})
+        files.check_outputs([], {"--json": str(output)})
         return
     with pytest.raises(DuelError, match=r"--json .*a\.txt exists"):
-        files.require_apart([], {"--json": str(output)})
+        files.check_outputs([], {"--json": str(output)})
 
 
 def test_a_setting_by_which_no_file_is_read_is_named_in_a_warning(tmp_path, caplog):
