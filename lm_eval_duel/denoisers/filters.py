@@ -32,6 +32,7 @@ class Warp:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    before: tuple[Warp, ...] = ()  # those of the network that come before this one
     reads_step = False
 
     @property
@@ -62,8 +63,8 @@ class Warp:
         return ", ".join(parts)
 
     def describe(self) -> dict[str, object]:
-        """The entry of the spec."""
-        return {"warpers": str(self)}
+        """The entry of the spec, for this warp and those before it."""
+        return {"warpers": ", then ".join(map(str, (*self.before, self)))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +94,9 @@ def warped(
         temperature = 1.0
     if top_p is None:
         top_p = 1.0
+    before = tuple(each for each in denoiser.filters if isinstance(each, Warp))
     twin = copy.copy(denoiser)
-    twin.filters = (*denoiser.filters, Warp(temperature, top_k, top_p))
+    twin.filters = (*denoiser.filters, Warp(temperature, top_k, top_p, before))
     return twin
 
 

@@ -303,7 +303,7 @@ def _plain(
     if not isinstance(model, Denoiser) and _takes_input_ids(model):
         return _of_transformers(model, options, tokenizer, tested)
 
-    plain = _users_denoiser(model) if isinstance(model, Denoiser) else _function(model, options, tokenizer)
+    plain = _users_denoiser(model, options) if isinstance(model, Denoiser) else _function(model, options, tokenizer)
     if tested and options.max_length is not None and isinstance(plain, Function):
         plain.try_longest_row()
     self_tests.run(plain, options.name, tested)
@@ -317,8 +317,30 @@ def _plain(
     return plain
 
 
-def _users_denoiser(model: Denoiser) -> Denoiser:
-    """`model` itself; raises DuelError if it opens rows in its own way, which `InMemory` would bypass."""
+DEFINED_BY_A_DENOISER = {  # arguments of other networks, and the member in their place
+    "mask_token_id": "mask_id",
+    "max_length": "max_length",
+    "shift_logits": "shift",
+    "attention": "attention",
+    "bos": "bos",
+    "family": "family",
+}
+
+
+def _users_denoiser(model: Denoiser, options: LoadOptions) -> Denoiser:
+    """`model` itself.
+
+    Raises DuelError for an argument that would be ignored, since the class defines it, and for a class that opens rows
+    in its own way, which `InMemory` would bypass.
+    """
+    for name, member in DEFINED_BY_A_DENOISER.items():
+        given = getattr(options, name)
+        own = getattr(model, member)
+        if given is not None and given != own:
+            raise DuelError(
+                f"{type(model).__name__} is a Denoiser, which defines its own `{member}`, {own!r}: set it there, and "
+                f"leave {name}={given} out."
+            )
     if type(model).open is not Denoiser.open:
         raise DuelError(
             f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "
@@ -333,6 +355,11 @@ def _function(model: Callable[..., Any], options: LoadOptions, tokenizer: Any) -
         raise DuelError(
             f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
             f"with `stream`, as in {documentation('python_api.md')}."
+        )
+    if options.family is not None:
+        raise DuelError(
+            f"A function f(ids, real) is of no family; family={options.family} would have no effect. Pass what it "
+            "stands for, such as mask_token_id and shift_logits."
         )
     return Function(by_keyword(model), options, tokenizer)
 

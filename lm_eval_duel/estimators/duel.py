@@ -185,9 +185,7 @@ class DuelEstimator(Estimator):
         """
         for what, given in (("key", keys), ("suffix", suffixes)):
             if given is not None and len(given) != len(contexts):
-                raise DuelError(
-                    f"sample needs a {what} for each context; got {len(contexts)} contexts and {len(given)}."
-                )
+                raise DuelError(f"Each context or prompt needs one {what}; got {len(given)} for {len(contexts)}.")
         whole(0, "a number of tokens")("length", length)
         if suffixes is None:
             suffixes = [()] * len(contexts)

@@ -236,7 +236,7 @@ class Duel(OnIds):
         own = ("module", "device", "self_tests", "weights", "autocast")
         known = {*KEYWORDS, *own, *own_arguments(entry), *IN_MEMORY_ARGUMENTS}
         require_known("argument", given, known, f"of Duel.from_model with estimator={entry.name}")
-        if entry.causal:
+        if entry.causal and not isinstance(model, Denoiser):
             arguments["attention"] = "causal"
         elif isinstance(block := keywords.get("block"), int):
             arguments["block"] = block
@@ -483,6 +483,7 @@ class Duel(OnIds):
         encoder = generator.text
         # what this text alone adds to the filters of the network: temperature, top_k, top_p
         changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]
+        spec = spec_of(generator.duel.denoiser, generator.duel, encoder)
         for note in generator.notes:
             log.warning("%s", note)
         encoded = prompt_windows(generator, prompts, after)
@@ -490,6 +491,6 @@ class Duel(OnIds):
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
                 generated = GeneratedText.from_sample(
-                    prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes, encoded[n].cut
+                    prompts[n], text, window, sample, generator.duel, encoder.tokenizer, spec, changes, encoded[n].cut
                 )
                 yield n, generated

@@ -19,7 +19,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.trajectories import Trajectory
 from lm_eval_duel.keywords import listing, suggests_names
-from lm_eval_duel.library.texts import TextOrIds, one_each
+from lm_eval_duel.library.texts import TextOrIds, as_list, one_each
 from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import TextEncoder
@@ -191,7 +191,7 @@ class OnIds:
                 stop=stop,
             )
             samples = dict(stream)
-        return [samples[n] for n in range(len(contexts))]
+        return [samples[n] for n in sorted(samples)]
 
     def stream_samples(
         self,
@@ -208,6 +208,7 @@ class OnIds:
         """Like `sample`, but yield (index, sample) of each context as it is finished, in any order."""
         if isinstance(contexts, str):
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
+        contexts = as_list(contexts, "contexts")
         length = LENGTH("length", length)
         befores: list[Ids] = []
         afters: list[Ids] = []
@@ -307,16 +308,16 @@ class OnIds:
         if self._encoder is None:
             raise DuelError(
                 f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
-                "or pass tokenizer=load_tokenizer({'pretrained': name}). For token ids use log_prob and sample."
+                "or pass tokenizer=load_tokenizer(name). For token ids use log_prob and sample."
             )
         if isinstance(texts, str):
             raise DuelError(f"Duel.{method} takes a list of texts; got one text. Write duel.{method}([text]).")
         for n, text in enumerate(texts):
             if not isinstance(text, str):
-                is_missing = text is None or text != text  # NaN, as in a column of a table
-                got = "is missing" if is_missing else f"is of the class {type(text).__name__}"
+                got = type(text).__name__
                 raise DuelError(
-                    f"Duel.{method} takes a list of texts; number {n} {got}. For token ids use log_prob and sample."
+                    f"Duel.{method} takes a list of texts; number {n} is of the class {got}. For token ids use "
+                    "log_prob and sample."
                 )
         bos = self._encoder.bos
         if has_contexts and bos in WHOLE_ROW_BOS:
@@ -388,10 +389,8 @@ def require_network(denoiser: Any) -> None:
 def require_tokenizer(tokenizer: Any) -> None:
     """Raise DuelError unless this is a loaded tokenizer, or None."""
     if tokenizer is not None and not callable(getattr(tokenizer, "get_vocab", None)):
-        raise DuelError(
-            "tokenizer must be a tokenizer of transformers, such as load_tokenizer({'pretrained': NAME}); got "
-            f"{tokenizer!r}."
-        )
+        got = repr(tokenizer) if isinstance(tokenizer, str) else f"an object of the class {type(tokenizer).__name__}"
+        raise DuelError(f"tokenizer must be a tokenizer of transformers, such as load_tokenizer(NAME); got {got}.")
 
 
 def own_arguments(entry: registry.Entry) -> list[str]:

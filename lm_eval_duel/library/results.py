@@ -213,8 +213,10 @@ class TextEstimate(Plain):
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
         """The estimate of several texts together. Equal texts have one sample, which the error takes into account.
 
-        Raises DuelError for what is no estimate.
+        Raises DuelError for what is no estimate, and if there is none.
         """
+        if not estimates:
+            raise DuelError("TextEstimate.total takes at least one estimate, as Duel.estimate returns; got none.")
         for estimate in estimates:
             if not isinstance(estimate, TextEstimate):
                 got = type(estimate).__name__
@@ -226,8 +228,7 @@ class TextEstimate(Plain):
             scores += estimate.window_scores
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
-        spec = estimates[0].spec if estimates else {}
-        several = cls._from_sums(None, size, windows, scores, sums, spec)
+        several = cls._from_sums(None, size, windows, scores, sums, estimates[0].spec)
         notes = dict.fromkeys(estimate.note for estimate in estimates)
         return dataclasses.replace(several, note="; ".join(filter(None, notes)))
 
@@ -269,6 +270,7 @@ class GeneratedText(Display):
     """
 
     shown: ClassVar = ("log_prob",)
+    computed: ClassVar = ("fingerprint",)
 
     prompt: str | Ids
     text: str
@@ -281,7 +283,13 @@ class GeneratedText(Display):
     nfe: int | None
     near_ties: int | None
     window: Window
+    spec: dict[str, str] = dataclasses.field(repr=False)  # everything that defines log_prob, such as a temperature
     note: str = ""  # what limits log_prob, or changed its distribution, such as "under temperature=0.7"
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the spec."""
+        return digest(self.spec)
 
     @classmethod
     def from_sample(
@@ -292,6 +300,7 @@ class GeneratedText(Display):
         sample: Sample,
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
+        spec: dict[str, str],
         changes: Sequence[object] = (),
         cut: str = "",
     ) -> GeneratedText:
@@ -316,6 +325,7 @@ class GeneratedText(Display):
             nfe=sample.nfe,
             near_ties=sample.near_ties,
             window=window,
+            spec=spec,
         )
 
 

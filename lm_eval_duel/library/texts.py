@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
@@ -88,8 +89,8 @@ def prompt_windows(
 def as_list(given: Any, name: str) -> Any:
     """Texts in their order: a column of a table is indexed by its labels, and a generator not at all.
 
-    A single text is left as it is, to be refused. Raises DuelError for what holds no texts, for a table, since a loop
-    over it gives the names of its columns, and for a set, whose order is not known.
+    A single text is left as it is, to be refused. Raises DuelError for what holds no texts, for a missing one, for a
+    table, since a loop over it gives the names of its columns, and for a set, whose order is not known.
     """
     if isinstance(given, str):
         return given
@@ -99,7 +100,11 @@ def as_list(given: Any, name: str) -> Any:
         raise DuelError(f"{name} is a list of texts; got a {type(given).__name__}, which has no order.")
     if not isinstance(given, Iterable):
         raise DuelError(f"{name} is a list of texts; got an object of the class {type(given).__name__}.")
-    return list(given)
+    texts = list(given)
+    for n, text in enumerate(texts):
+        if text is None or (isinstance(text, float) and math.isnan(text)):  # as in a column of a table
+            raise DuelError(f"{name} is a list of texts; number {n} is missing. Write '' for an empty one.")
+    return texts
 
 
 def one_each(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -299,10 +299,10 @@ def compare(
     Raises:
         DuelError: If the texts differ, there are none, or the unit is unknown.
     """
-    if not (_is_list(a) and _is_list(b)):
-        raise DuelError("compare() takes two lists of scores, as Duel.score returns.")
-    if isinstance(names, str) or len(names) != 2:
-        raise DuelError(f"compare() takes two names, such as names=('greedy', 'margin'); got {names!r}.")
+    a = _as_list(a)
+    b = _as_list(b)
+    if isinstance(names, str) or len(names) != 2 or names[0] == names[1]:
+        raise DuelError(f"compare() takes two different names, such as names=('greedy', 'margin'); got {names!r}.")
     wanted = "compare() takes two lists of scores of the same texts in the same order, but"
     if len(a) != len(b) or not a:
         raise DuelError(f"{wanted} there are {len(a)} and {len(b)} texts.")
@@ -357,8 +357,12 @@ def _not_alike(first: Texts, second: Texts) -> str:
     return ""
 
 
-def _is_list(scores: Any) -> bool:
-    return isinstance(scores, Sequence) and not isinstance(scores, str)
+def _as_list(scores: Any) -> list[Any]:
+    """Scores in their order, also those of a column of a table; raises DuelError for what holds none."""
+    if not isinstance(scores, Iterable) or isinstance(scores, str | Mapping | Set):
+        got = f"an object of the class {type(scores).__name__}"
+        raise DuelError(f"compare() takes two lists of scores, as Duel.score returns; got {got}.")
+    return list(scores)
 
 
 def _shared_unit(first: Texts, second: Texts, unit: str | None) -> str:

@@ -94,7 +94,7 @@ def test_a_function_is_a_denoiser():
 
     arguments = {"mask_token_id": toy.mask_id, "max_length": 4, "block": 2}
     of_function = values(Duel.from_model(lambda ids, real: toy.features(ids, real), **arguments), windows)
-    of_denoiser = values(Duel.from_model(toy, block=2), windows)
+    of_denoiser = values(Duel.from_model(toy, **arguments), windows)
 
     assert of_function == pytest.approx(expected, abs=1e-9)
     assert math.fsum(map(math.exp, of_function)) == pytest.approx(1, abs=1e-12)
@@ -343,6 +343,12 @@ REFUSED = [
     (dropping(), FUNCTION, "module="),
     (dropping(), {**FUNCTION, "self_tests": False}, "module="),
     (Guided(Toy(length=4), 0.5), {}, "Guided"),
+    (Toy(length=4), {"mask_token_id": 0}, "`mask_id`.* leave mask_token_id=0 out"),
+    (Toy(length=4), {"max_length": 3}, "`max_length`, 4"),
+    (Toy(length=4), {"shift_logits": True}, "`shift`, 0"),
+    (Toy(length=4), {"bos": "scored"}, "`bos`"),
+    (Toy(length=4), {"family": "dream"}, "`family`"),
+    (function, {**FUNCTION, "family": "dream"}, "no family"),
     ("gpt2", {"mask_token_id": 39, "self_tests": False}, "is causal"),
     ("gpt2", {}, "autoregressive: save .*mask_token_id=<id>"),
     ("llama", {}, "autoregressive: save .*attention='bidirectional'"),

@@ -18,6 +18,7 @@ from lm_eval_duel.denoisers.hf import block_routing, own_forward, pretrained, we
 from lm_eval_duel.denoisers.hf.families import NAMED, Family
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import spec_of
 
 CPU = torch.device("cpu")
 
@@ -339,6 +340,8 @@ def test_filters_say_what_they_are():
     assert str(Warp()) == "temperature=1"
     assert str(Warp(0.7, 5)) == "temperature=0.7, top_k=5"
     assert str(Warp(2.0, None, 0.9)) == "temperature=2, top_p=0.9"
+    cold_after_hot = warped(warped(Toy(), 2.0), 0.7)
+    assert spec_of(cold_after_hot)["warpers"] == "temperature=2, then temperature=0.7"
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3, 4, 9])

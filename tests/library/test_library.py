@@ -154,6 +154,7 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
     scores = duel.log_prob([text.window for text in texts])
     for text, score in zip(texts, scores, strict=True):
         assert text.prompt in SHORT
+        assert (text.fingerprint == duel.fingerprint) == ("temperature" not in settings)
         assert "".join(text.tokens).startswith(text.text)
         assert math.fsum(text.token_logprobs) == pytest.approx(text.log_prob)
         assert len(text.tokens) == len(text.token_logprobs) == len(text.reveal_steps) == len(text.window.target)
@@ -518,6 +519,8 @@ def test_texts_come_in_the_order_of_their_column_or_generator(duel, form):
         assert score.context == same.context
         close_nats(score.log_prob, same.log_prob)
     assert [sample.prompt for sample in duel.generate(form(SHORT), max_new_tokens=4)] == in_order
+    assert len(duel.sample(form(SHORT), 4)) == len(SHORT)
+    assert compare(form(scores), form(scores)).documents == len(SHORT)
     mdm = Duel.from_pretrained("demo-mdm", device="cpu")
     assert [estimate.text for estimate in mdm.estimate(form(SHORT))] == in_order
 
@@ -539,6 +542,13 @@ def test_a_table_and_a_set_are_refused_where_texts_are_expected(duel, given, rea
     for use in (duel.score, duel.generate, lambda contexts: duel.score(SHORT, contexts=contexts)):
         with pytest.raises(DuelError, match=reason):
             use(given)
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_a_missing_text_is_named(duel, missing):
+    for use in (duel.score, duel.generate, lambda contexts: duel.score(SHORT[:2], contexts=contexts)):
+        with pytest.raises(DuelError, match="number 1 is missing"):
+            use(["We", missing])
 
 
 def test_a_text_says_that_its_context_was_cut(caplog):
@@ -576,6 +586,8 @@ def test_one_checkpoint_is_named():
 def test_what_is_no_estimate_has_no_total(duel):
     with pytest.raises(DuelError, match=r"Duel\.estimate.*TextScore"):
         TextEstimate.total(duel.score(SHORT))
+    with pytest.raises(DuelError, match="at least one"):
+        TextEstimate.total([])
 
 
 def test_a_network_that_is_no_denoiser_and_a_name_for_a_tokenizer_are_refused():

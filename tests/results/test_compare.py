@@ -84,8 +84,9 @@ def test_other_tokens_are_compared_per_byte():
         compare(a, b, unit="line")
     with pytest.raises(DuelError, match=r"'name'.*names"):
         compare(a, b, name=("A", "B"))
-    with pytest.raises(DuelError, match="two names"):
-        compare(a, b, "AB")
+    for names in ("AB", ("A", "A"), ("A", "B", "C")):
+        with pytest.raises(DuelError, match="two different names"):
+            compare(a, b, names)
 
 
 BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
