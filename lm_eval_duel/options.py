@@ -176,7 +176,7 @@ class Options(NetworkArguments):
                 rule_args[key] = value
         entry = registry.find(values.get("estimator", "duel"))
         registry.check_rule([*rule_args] if preset is None else ["preset"], entry.name)
-        rule = _rule(rule_args)
+        rule = rule_of(rule_args)
 
         _read_aliases(arguments, values)
         if values.get("windows") == "harness" and values.get("bos") in WHOLE_ROW_BOS:
@@ -328,10 +328,12 @@ def _with_preset(
     settings = dict(preset.arguments)
     if "rule" in arguments and "rule" in settings:
         # the preset's own rule may be written out, with other values of its free parameters
-        given_rule = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
+        given_rule = rule_of(
+            {key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS}
+        )
         free_keys = [key for key in preset.free if key in rules.PARAMETERS and key in settings]
         preset_rule_args = {key: settings.pop(key) for key in ("rule", *free_keys)}  # the given rule takes their place
-        preset_rule = _rule(preset_rule_args)
+        preset_rule = rule_of(preset_rule_args)
         inner = rules.inner(given_rule)
         free = {key: getattr(inner, key, None) for key in free_keys}
         if inner.name != preset_rule.name or rules.replaced(preset_rule, **free) != given_rule:
@@ -364,7 +366,7 @@ def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:
         values[name] = value
 
 
-def _rule(arguments: Mapping[str, Any]) -> rules.Rule:
+def rule_of(arguments: Mapping[str, Any]) -> rules.Rule:
     """The rule of `rule=` and of the parameters given as separate model args."""
     name, inside = rules.read(str(arguments.get("rule", "greedy")))
     outside = [(key, value) for key, value in arguments.items() if key != "rule"]

@@ -208,8 +208,10 @@ class Function(Denoiser):
         function: Callable[..., Any],
         options: LoadOptions,
         tokenizer: Any,
+        called_as: str,
     ):
         self.function = function
+        self.called_as = called_as  # for errors
         self.path = options.name
         self.device = options.device
         self.bos = options.bos or self.bos
@@ -247,7 +249,7 @@ class Function(Denoiser):
         """The columns of the logits of a first small row; raises DuelError if they are not logits."""
         length = min(2, self.max_length)
         first = torch.full((1, length), self.mask_id, device=self.device)  # (1, L)
-        remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
+        remedy = f"It is called as logits = {self.called_as}, with ids {first.tolist()} here."
         with explained(self.path, "run network", remedy):
             logits = self.features(first, None)
         if logits.device.type != self.device.type:
@@ -361,7 +363,12 @@ def _function(model: Callable[..., Any], options: LoadOptions, tokenizer: Any) -
             f"A function f(ids, real) is of no family; family={options.family} would have no effect. Pass what it "
             "stands for, such as mask_token_id and shift_logits."
         )
-    return Function(by_keyword(model), options, tokenizer)
+    function = by_keyword(model)
+    called_as = "f(ids, real)"
+    if function is not model:
+        mask = ", attention_mask=real" if "attention_mask" in parameters(model) else ""
+        called_as = f"model(input_ids=ids{mask})"
+    return Function(function, options, tokenizer, called_as)
 
 
 def _of_transformers(

@@ -36,6 +36,7 @@ from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, NetworkArguments, tokenizer_source
 from lm_eval_duel.denoisers.recognition import is_diffusion_gemma, is_dit
 from lm_eval_duel.denoisers.wrappers import Guided
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.keywords import keywords_of, listing, shows
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     return denoiser
 
 
-def load_tokenizer(arguments: str | Mapping[str, Any], setting: str = "tokenizer=") -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    arguments: str | os.PathLike[str] | Mapping[str, Any], setting: str = "tokenizer="
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint.
 
     Args:
@@ -134,8 +137,10 @@ def load_tokenizer(arguments: str | Mapping[str, Any], setting: str = "tokenizer
     Raises:
         DuelError: If there is none.
     """
-    if isinstance(arguments, str):
-        arguments = {"pretrained": arguments}
+    if isinstance(arguments, str | os.PathLike):
+        arguments = {"pretrained": os.fspath(arguments)}
+    if not isinstance(arguments, Mapping):
+        raise DuelError(f"load_tokenizer takes the folder or the name of a checkpoint; got {arguments!r}.")
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False

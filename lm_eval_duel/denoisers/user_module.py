@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.hf import pretrained
 from lm_eval_duel.errors import DuelError
 
@@ -121,7 +122,7 @@ def device_of(
 ) -> torch.device:
     """The device on which a network takes its ids."""
     if device is not None:
-        return torch.device(device)
+        return hub.pick_device(str(device))
     if isinstance(model, Denoiser):
         return model.device
     if module is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -46,6 +46,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for, warn_of_blocks
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
+KEY = dataclasses.replace(whole(None), nothing=())
 OF_AN_ORDER = "along the given order: a likelihood only if a rule made that order"
 CANVAS_ARGUMENTS = ("prediction", "temperatures")  # arguments that only networks with canvases read
 
@@ -183,6 +184,7 @@ class DuelEstimator(Estimator):
 
         `scored=False`: the log-probability is not needed. Here it costs nothing, so samples have it in any case.
         """
+        keys = range(len(contexts)) if keys is None else _whole_numbers(keys)
         for what, given in (("key", keys), ("suffix", suffixes)):
             if given is not None and len(given) != len(contexts):
                 raise DuelError(f"Each context or prompt needs one {what}; got {len(given)} for {len(contexts)}.")
@@ -194,8 +196,6 @@ class DuelEstimator(Estimator):
         for context, suffix in zip(contexts, suffixes, strict=True):
             prompts.append(Window(context, placeholder, suffix, tail))
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
-        if keys is None:
-            keys = range(len(contexts))
         return self._sampled(prompts, keys if do_sample else None, seed, stop)
 
     @torch.inference_mode()
@@ -387,6 +387,13 @@ def fixed_states(
                 yield states
             lanes = lanes.reveal(pick, group.rows.targets(lanes), decision.memory)
             lanes = lanes.select(lanes.masked.any(1))
+
+
+def _whole_numbers(keys: Any) -> list[int]:
+    """The keys of draws; raises DuelError for any that is no whole number."""
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise DuelError(f"'keys' is a list of whole numbers; got {keys!r}.")
+    return [KEY("keys", key) for key in keys]
 
 
 # ---------------------------------------------------------------- noise of random tokens

@@ -19,7 +19,7 @@ from lm_eval_duel.core.batch_size import GPU_TOKENS, Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, NETWORK_ARGUMENTS, NetworkArguments
-from lm_eval_duel.errors import DuelError, naming, require_known
+from lm_eval_duel.errors import naming
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
@@ -32,7 +32,6 @@ from lm_eval_duel.library.ids import (
     DEMO,
     ELSEWHERE,
     GREEDY,
-    HARNESS_ARGS,
     KEYWORDS,
     SAMPLERS,
     SIZES,
@@ -41,8 +40,12 @@ from lm_eval_duel.library.ids import (
     estimator_options,
     estimators_listing,
     keywords_of_duel,
+    made_rule,
     network_listing,
     own_arguments,
+    parameters_of_rule,
+    require_known_of_model,
+    require_name,
     require_network,
     require_rule,
     require_tokenizer,
@@ -50,7 +53,7 @@ from lm_eval_duel.library.ids import (
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore, with_doubt
 from lm_eval_duel.library.texts import TextOrIds, as_list, one_each, prompt_windows, text_windows
 from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
-from lm_eval_duel.rules import Rule, parse
+from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.loading import load_scorer
 from lm_eval_duel.text.text import TextEncoder, unknown_share
@@ -74,7 +77,8 @@ class Duel(OnIds):
 
     Args:
         denoiser: A network, from `load`.
-        rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
+        rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`. Parameters of a named rule may be
+            keywords, too: rule="greedy", k=2.
         block: The number of positions that are finished before the next ones begin. None: the whole target. "auto":
             the trained or published block, else 32.
         grid: Where blocks start counting: at the first position of the "target" or of the "row". "auto": "row" for
@@ -85,7 +89,8 @@ class Duel(OnIds):
         estimator: The value to compute, as in docs/estimators.md.
         tokenizer: The tokenizer of texts. None: this Duel takes ids only.
         windows: How to cut long texts: "independent", each window from scratch, or "harness", its rolling windows.
-        arguments: Arguments of the estimator, such as mc_samples=256, as listed by help(Duel.from_pretrained).
+        arguments: Parameters of the rule, and arguments of the estimator, such as mc_samples=256, as listed by
+            help(Duel.from_pretrained).
 
     Raises:
         DuelError: If the combination defines no distribution of this network.
@@ -109,16 +114,14 @@ class Duel(OnIds):
         MODEL_ARGUMENTS["windows"].read("windows", windows)
         keywords = {"rule": rule, "block": block, "grid": grid}
         given = [key for key, value in keywords.items() if not isinstance(value, Default)]  # by the user
-        if "rule" in given:
-            registry.check_rule(["rule"], estimator)
         require_network(denoiser)
         require_rule(rule)
         require_tokenizer(tokenizer)
-        if isinstance(rule, str):
-            rule = parse(rule)
-            if tokenizer is not None:
-                rule = rule.with_tokenizer(tokenizer)
-        options = estimator_options(estimator, arguments)
+        parameters = parameters_of_rule(rule, registry.find(estimator), arguments)
+        registry.check_rule([*parameters, *{"rule"}.intersection(given)], estimator)
+        rule = made_rule(rule, parameters, tokenizer)
+        of_estimator = {key: value for key, value in arguments.items() if key not in parameters}
+        options = estimator_options(estimator, of_estimator)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
         made = Estimator.from_options(
             denoiser,
@@ -159,15 +162,7 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        if "pretrained" in arguments and not isinstance(name, Default):
-            raise DuelError(f"Two checkpoints are named, {name} and pretrained={arguments['pretrained']}; name one.")
-        if not isinstance(name, str | os.PathLike):
-            raise DuelError(f"Duel.from_pretrained takes the folder or the name of a checkpoint; got {name!r}.")
-        for key in HARNESS_ARGS:
-            if key in arguments:
-                raise DuelError(
-                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
-                )
+        require_name(name, arguments)
         if isinstance(tokenizer, str | os.PathLike):
             arguments["tokenizer"] = os.fspath(tokenizer)
             tokenizer = None
@@ -222,7 +217,7 @@ class Duel(OnIds):
             autocast: The dtype of autocast during calls. None: no autocast, whatever is active outside.
             rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`. A `batch_size` of
                 None is 2048 tokens on a CPU and 16384 on a GPU.
-            arguments: Model args of the network and of the estimator, listed below.
+            arguments: Model args of the network and of the estimator, listed below, and parameters of the rule.
 
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
@@ -231,11 +226,14 @@ class Duel(OnIds):
 
         require_tokenizer(tokenizer)
         entry = registry.find(arguments.get("estimator", "duel"))
-        keywords = {key: arguments.pop(key) for key in (*KEYWORDS, *own_arguments(entry)) if key in arguments}
+        rule = arguments.get("rule", GREEDY)
+        require_rule(rule)
+        of_duel = {*KEYWORDS, *own_arguments(entry), *parameters_of_rule(rule, entry, arguments)}
+        keywords = {key: arguments.pop(key) for key in list(arguments) if key in of_duel}
         given = list(arguments)
         own = ("module", "device", "self_tests", "weights", "autocast")
-        known = {*KEYWORDS, *own, *own_arguments(entry), *IN_MEMORY_ARGUMENTS}
-        require_known("argument", given, known, f"of Duel.from_model with estimator={entry.name}")
+        known = {*of_duel, *own, *IN_MEMORY_ARGUMENTS}
+        require_known_of_model(given, known, f"of Duel.from_model with estimator={entry.name}")
         if entry.causal and not isinstance(model, Denoiser):
             arguments["attention"] = "causal"
         elif isinstance(block := keywords.get("block"), int):
@@ -301,7 +299,7 @@ class Duel(OnIds):
         suffixes_of_texts = one_each(texts, suffixes, "suffixes")
         around = list(zip(contexts_of_texts, suffixes_of_texts, strict=True)) if has_contexts else None
         documents = text_windows(encoder, texts, around)
-        empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
+        empty = [f"number {n}" for n, each in enumerate(documents) if not each.tokens]
         if empty:
             log.warning(
                 "Texts without a scored token, which have no perplexity (their bytes count in bits per byte): %s",
@@ -406,8 +404,8 @@ class Duel(OnIds):
                 above 0.
             temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
             until: Stop strings, looked for after each finished block.
-            seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key is its index
-                unless `keys` are given.
+            seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key, a whole
+                number, is its index unless `keys` are given.
 
         Returns:
             The continuations, in the order of `prompts`, each with its own log-probability.
@@ -469,14 +467,13 @@ class Duel(OnIds):
                     length = min(length, encoder.room(prompt, after[n]))
             settings = dataclasses.replace(settings, length=length)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
-        keys = range(len(prompts)) if keys is None else list(keys)
         return self._generated(generator, prompts, keys, after)
 
     def _generated(
         self,
         generator: Generator,
         prompts: Sequence[TextOrIds],
-        keys: Sequence[int],
+        keys: Sequence[int] | None,
         after: Sequence[TextOrIds],
     ) -> Iterator[tuple[int, GeneratedText]]:
         """(index, continuation) of each prompt as it is finished."""

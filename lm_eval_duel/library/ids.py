@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval_duel import fingerprint, rules
@@ -12,15 +13,15 @@ from lm_eval_duel.arguments import Arguments, declared, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, WHOLE_ROW_BOS
-from lm_eval_duel.errors import DuelError, UsageError, documentation, naming, unknown
+from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS
+from lm_eval_duel.errors import DuelError, UsageError, documentation, naming, require_known, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.trajectories import Trajectory
 from lm_eval_duel.keywords import listing, suggests_names
 from lm_eval_duel.library.texts import TextOrIds, as_list, one_each
-from lm_eval_duel.options import MODEL_ARGUMENTS, Options
+from lm_eval_duel.options import MODEL_ARGUMENTS, Options, rule_of
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import TextEncoder
 
@@ -377,6 +378,52 @@ def require_rule(rule: Any) -> None:
     registry.require_not_estimator("rule", str(rule))
 
 
+def parameters_of_rule(rule: str | Rule, entry: registry.Entry, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the rule among the arguments; a name that the estimator has, too, is the estimator's."""
+    names = {*rules.PARAMETERS}
+    if isinstance(rule, str):
+        names |= declared(rules.find(rules.split(rule)[0])).keys()  # a rule of the user's has others
+    names -= {*own_arguments(entry)}
+    return {key: value for key, value in arguments.items() if key in names}
+
+
+def made_rule(rule: str | Rule, parameters: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Rule:
+    """The rule of a text and of parameters given apart from it, or an instance, which has its own."""
+    if isinstance(rule, str):
+        made = rule_of({"rule": rule, **parameters})
+        return made if tokenizer is None else made.with_tokenizer(tokenizer)
+    if parameters:
+        raise DuelError(f"rule is an instance of Rule: set its {' and '.join(parameters)} where it is made.")
+    return rule
+
+
+def require_known_of_model(given: Iterable[str], known: Collection[str], of: str) -> None:
+    """Raise DuelError for an argument that `Duel.from_model` does not take."""
+    _require_not_of_harness(given, "Duel.from_model")
+    for key in given:
+        if key in ALIASES:
+            raise DuelError(f"'{key}' is a word of the harness; write bos='given' or bos='none'.")
+        if key not in known and key in MODEL_ARGUMENTS:
+            raise DuelError(f"'{key}' is for a checkpoint on disk, and this network is in memory: leave it out.")
+    require_known("argument", given, known, of)
+
+
+def require_name(name: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise DuelError if this is no checkpoint's name, or if the arguments of `from_pretrained` are not its own."""
+    if "pretrained" in arguments and not isinstance(name, Default):
+        raise DuelError(f"Two checkpoints are named, {name} and pretrained={arguments['pretrained']}; name one.")
+    if not isinstance(name, str | os.PathLike):
+        raise DuelError(f"Duel.from_pretrained takes the folder or the name of a checkpoint; got {name!r}.")
+    _require_not_of_harness(arguments, "Duel.from_pretrained")
+
+
+def _require_not_of_harness(given: Iterable[str], function: str) -> None:
+    """Raise DuelError for an argument that only a run has."""
+    for key in given:
+        if key in HARNESS_ARGS:
+            raise DuelError(f"'{key}' is a model arg of the harness's model; {function} does not take it.")
+
+
 def require_network(denoiser: Any) -> None:
     """Raise DuelError if this is the name of a network, or a network that is no denoiser."""
     if isinstance(denoiser, str):
@@ -407,8 +454,6 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
     for key, value in arguments.items():
         if key in known:
             continue
-        if key in rules.PARAMETERS:
-            raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
         if key in NETWORK_ARGUMENTS:
             raise DuelError(
                 f"'{key}' is an argument of the network: pass it where the network is loaded, as in "

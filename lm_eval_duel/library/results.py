@@ -215,6 +215,8 @@ class TextEstimate(Plain):
 
         Raises DuelError for what is no estimate, and if there is none.
         """
+        if isinstance(estimates, TextEstimate):
+            raise DuelError("TextEstimate.total takes a list of estimates; got one.")
         if not estimates:
             raise DuelError("TextEstimate.total takes at least one estimate, as Duel.estimate returns; got none.")
         for estimate in estimates:

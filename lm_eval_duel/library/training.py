@@ -273,6 +273,8 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
         raise DuelError(
             f"planned_tokens takes a Duel, such as Duel.from_model(model, tokenizer); got a {type(duel).__name__}."
         )
+    if isinstance(texts, str):
+        raise DuelError("planned_tokens takes a list of texts; got one text. Write planned_tokens(duel, [text]).")
     rule = duel.rule
     if rule is None or duel.estimator.name != "duel":
         raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")

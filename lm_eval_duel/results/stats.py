@@ -301,7 +301,7 @@ def compare(
     """
     a = _as_list(a)
     b = _as_list(b)
-    if isinstance(names, str) or len(names) != 2 or names[0] == names[1]:
+    if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
         raise DuelError(f"compare() takes two different names, such as names=('greedy', 'margin'); got {names!r}.")
     wanted = "compare() takes two lists of scores of the same texts in the same order, but"
     if len(a) != len(b) or not a:

@@ -237,7 +237,9 @@ class Generator:
         check_windows(self.duel.denoiser, self.duel.block, self.duel.grid, [window], generating=True)
         return window
 
-    def stream(self, prompts: Sequence[Window], keys: Sequence[int]) -> Iterator[tuple[int, str, Window, Sample]]:
+    def stream(
+        self, prompts: Sequence[Window], keys: Sequence[int] | None
+    ) -> Iterator[tuple[int, str, Window, Sample]]:
         """(index, text, window, sample) of each prompt, as it is finished.
 
         Scoring `window` again gives the sample's log-probability.

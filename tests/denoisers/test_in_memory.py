@@ -326,6 +326,11 @@ def dropping():
     return lambda ids, real: network(ids, real)
 
 
+class Timed(torch.nn.Module):
+    def forward(self, input_ids, attention_mask, times):
+        return torch.zeros(*input_ids.shape, 8)
+
+
 REFUSED = [
     ("demo-mdm", {}, "from_pretrained"),
     (function, {"max_lenght": 3}, "Did you mean max_length"),
@@ -339,6 +344,7 @@ REFUSED = [
     (lambda ids, real: torch.rand(*ids.shape, 8), FUNCTION, "different logits each time"),
     (Network(), {**FUNCTION, "cache": "dual"}, "cache=dual"),
     (lambda ids: Network()(ids, None), FUNCTION, r"TypeError: .* f\(ids, real\)"),
+    (Timed(), FUNCTION, r"TypeError: .*'times'.* model\(input_ids=ids, attention_mask=real\)"),
     (lambda ids, real: Network().eval()(ids, real).softmax(2), FUNCTION, "probabilities"),
     (dropping(), FUNCTION, "module="),
     (dropping(), {**FUNCTION, "self_tests": False}, "module="),

@@ -1,16 +1,29 @@
 """Every argument of `Duel` reaches what it is for, or is refused or named by its name."""
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import tiny
 from attends import Attends
 from toys import Toy
 
-from lm_eval_duel import Duel, DuelError, Window, load, planned_tokens
+from lm_eval_duel import (
+    Decision,
+    Duel,
+    DuelError,
+    Rule,
+    TextEstimate,
+    Window,
+    compare,
+    load,
+    load_tokenizer,
+    planned_tokens,
+)
 from lm_eval_duel.core.batch_size import plan
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -171,6 +184,80 @@ def test_a_name_is_no_network_and_neither_a_function_nor_a_class_is_a_rule():
     for make in (partial(Duel, Toy()), Duel.from_pretrained):
         with pytest.raises(DuelError, match=r"^tokenizer.* int"):
             make(tokenizer=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"k": 2}, "greedy:k=2"),
+        ({"rule": "threshold", "mu": 0.9}, "threshold:mu=0.9"),
+        ({"rule": "greedy:k=2", "sub_block": 2}, "greedy:k=2:sub_block=2"),
+        ({"rule": f"{__name__}:Every", "step": 2}, f"{__name__}:Every:step=2"),
+        ({"estimator": "sampled_confidence", "n": 2}, None),  # its own, not a rule's
+    ],
+)
+def test_parameters_of_a_rule_are_keywords_wherever_a_duel_is_made(given, rule):
+    toy = Toy()
+    function = partial(Duel.from_model, toy.features, mask_token_id=toy.mask_id, max_length=toy.max_length)
+    for make in (partial(Duel, toy), function, partial(Duel.from_pretrained, "demo-mdm")):
+        duel = make(block=4, **given)
+        assert rule is None or str(duel.rule) == rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Every(Rule):
+    """Reveals all, with a parameter of its own."""
+
+    step: int = 1
+    name: ClassVar = f"{__name__}:Every"
+
+    def __call__(self, predictions, lanes):
+        return Decision(lanes.masked)
+
+
+def test_a_parameter_has_one_place():
+    for rule in ("greedy:k=2", Greedy(2)):
+        with pytest.raises(DuelError, match="k"):
+            Duel(Toy(), rule, k=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ({"dtype": "float32"}, "in memory"),
+        ({"trace": "x"}, "harness"),
+        ({"add_bos_token": True}, "bos="),
+        ({"preset": "llada"}, "on disk"),
+        ({"mu": 0.9}, "'mu' of the rule greedy"),
+        ({"device": "gpu"}, "No device 'gpu'"),
+    ],
+)
+def test_a_network_in_memory_has_no_arguments_of_a_checkpoint(given, answer):
+    with pytest.raises(DuelError, match=answer):
+        Duel.from_model(Toy().features, mask_token_id=3, max_length=8, **given)
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], 5, [None, 1], [1.2, 1.7], "ab", [1]])
+def test_keys_are_whole_numbers_and_one_for_each_sample(keys):
+    with pytest.raises(DuelError, match="key"):
+        Duel(Toy(), block=4).sample([(), ()], 2, keys=keys)
+
+
+def test_one_of_a_kind_is_no_list():
+    duel = Duel.from_pretrained("demo-mdm", device="cpu")
+    [estimate] = duel.estimate(["We the"], sample=1.0)
+    for use in (
+        lambda: duel.log_prob(None),
+        lambda: TextEstimate.total(estimate),
+        lambda: planned_tokens(duel, "We the"),
+        lambda: compare(duel.score(["We the"]), duel.score(["We the"])[0]),
+    ):
+        with pytest.raises(DuelError, match="list"):
+            use()
+    with pytest.raises(DuelError, match="names"):
+        compare(duel.score(["We the"]), duel.score(["We the"]), names=None)
+    with pytest.raises(DuelError, match="load_tokenizer"):
+        load_tokenizer(None)
 
 
 def test_what_an_estimator_does_not_read_is_named_if_it_was_given(caplog):

@@ -90,7 +90,7 @@ def test_long_texts_are_cut_as_in_the_harness(arguments):
 
 def test_texts_come_as_they_are_finished(duel, caplog):
     scores = duel.score([*SHORT, "", SHORT[0]])
-    assert "no perplexity (their bytes count in bits per byte): 2\n" in caplog.text
+    assert "no perplexity (their bytes count in bits per byte): number 2\n" in caplog.text
     assert dict(duel.score_stream([*SHORT, "", SHORT[0]])) == dict(enumerate(scores))
     assert scores[0] == scores[3]
     assert duel.score([]) == []
@@ -477,7 +477,7 @@ def test_a_text_whose_only_token_is_context_is_named(caplog):
     with caplog.at_level("WARNING"):
         [_, alone] = duel.score(["the union", "a"])
     assert alone.log_prob == 0 and math.isnan(alone.perplexity)
-    assert "Texts without a scored token" in caplog.text and ": 1\n" in caplog.text
+    assert "Texts without a scored token" in caplog.text and ": number 1\n" in caplog.text
 
 
 def test_an_estimate_has_plain_values():

@@ -150,7 +150,10 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
             "pass trust_remote_code=true."
         )
     if native is None:
-        raise DuelError(f"Cannot read checkpoint '{name}': its network is not autoregressive; leave estimator=ar out.")
+        raise DuelError(
+            f"Cannot read checkpoint '{name}': its network is not autoregressive; leave estimator=ar and "
+            "attention=causal out."
+        )
     require_known(checkpoint, native.__name__)
     if classes:
         log.warning("By its config %s is a %s; scoring it as transformers' %s", name, classes, native.__name__)
