@@ -60,6 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         for n, generated in in_order(samples):
             record = dataclasses.asdict(generated)
             del record["window"]["known"]
+            del record["spec"]
+            record["fingerprint"] = generated.fingerprint  # of the distribution that was drawn from
             context = record.pop("prompt")  # the text; "prompt" is its number
             prompt, sample = numbers[n]
             origin = {"prompt": prompt, "sample": sample, "context": context, "suffix": options.suffix}
@@ -83,7 +85,6 @@ def method(duel: Duel, options: argparse.Namespace, temperature: float) -> dict[
     model = options.model
     return {
         "pretrained": model.get("pretrained") or BUNDLED,
-        "fingerprint": duel.fingerprint,
         "estimator": duel.estimator.name,
         "rule": None if duel.rule is None else str(duel.rule),
         "block": duel.block,
