@@ -43,6 +43,8 @@ class ArgumentType:
         Raises:
             DuelError: any other value; the message names the argument and what it takes.
         """
+        if getattr(value, "ndim", 0):  # of an array, `==` and `in` below would be arrays, too
+            raise DuelError(f"'{name}'{of} is {self.words}; got an object of the class {type(value).__name__}.")
         if value == "" and self.nothing is NOTHING:
             raise DuelError(
                 f"'{name}'{of} is {self.words}; got an empty value, as from a shell variable that is not set. Leave "

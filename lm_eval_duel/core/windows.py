@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -78,8 +79,8 @@ class Window:
         tail: int = 0,
         known: Ids = (),
     ):
-        if tail < 0:
-            raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail}.")
+        if not isinstance(tail, numbers.Integral) or tail < 0:
+            raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail!r:.80}.")
         target_ids = as_ids(target)
         indices = tuple(sorted(set(as_ids(known))))
         if indices:
@@ -93,7 +94,7 @@ class Window:
             "context": as_ids(context),
             "target": target_ids,
             "suffix": as_ids(suffix),
-            "tail": tail,
+            "tail": int(tail),
             "known": indices,
         }
         for name, value in parts.items():

@@ -61,6 +61,10 @@ def from_model(
     require_known("argument", network, IN_MEMORY_ARGUMENTS, "of from_model")
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise DuelError(f"module is the torch.nn.Module that the network runs; got {module!r:.80}.")
+    if weights is not None and not isinstance(weights, str):
+        raise DuelError(f"weights is a text for the spec, or {DIGEST!r}; got {weights!r:.80}.")
     module = module_of(bare) if module is None else user_module.unwrapped(module)
     if module is not None:
         user_module.require_whole(module)

@@ -139,6 +139,8 @@ class DuelEstimator(Estimator):
     def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
         """The recorded orders of windows that can be scored: a step for each target token."""
         self.check(windows)
+        if not isinstance(steps, Sequence | torch.Tensor):
+            raise DuelError(f"reveal_steps is a list with an order for each window; got {steps!r:.80}.")
         if len(windows) != len(steps):
             raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
         orders = [as_ids(order) for order in steps]

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from lm_eval_duel.arguments import COUNT
+from lm_eval_duel.arguments import whole
 from lm_eval_duel.core.batch_size import Budget
 from lm_eval_duel.core.denoiser import Denoiser, View
 from lm_eval_duel.core.lanes import Lanes, Rows
@@ -30,6 +30,7 @@ from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay, fixed_states
 
+ROWS = dataclasses.replace(whole(), nothing=())  # rows of a call; "none" is no number of them
 Index: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # (C,) each: window and target position
 
 
@@ -85,14 +86,14 @@ class RecordedOrders:
                 "This network reads its own output of the step before, so that gradients pass from step to step, and "
                 "differentiable keeps one call at a time. Pass self_conditioning=none."
             )
-        COUNT("batch_size", batch_size)
+        rows = ROWS("batch_size", batch_size)
         parameters = list(trainable(denoiser).values())
         if not parameters:
             raise DuelError(
                 "No parameter of the network requires a gradient: they are frozen or quantized, or from_model was not "
                 "given the module= of a function."
             )
-        return cls(duel, windows, orders, parameters, Budget(batch_size * denoiser.max_length))
+        return cls(duel, windows, orders, parameters, Budget(rows * denoiser.max_length))
 
     def log_probs(self) -> torch.Tensor:
         """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""

@@ -319,6 +319,8 @@ LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
 
 def find(name: str) -> Entry:
     """The entry of an estimator's name; raises DuelError for any other, and says of a rule's how rules are given."""
+    if not isinstance(name, str):
+        raise DuelError(f"'estimator' is the name of an estimator, such as 'duel'; got {name!r:.80}.")
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     text = rules.with_colons(name)

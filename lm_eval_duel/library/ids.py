@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
@@ -9,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.arguments import Arguments, declared, whole
+from lm_eval_duel.arguments import TRUTH, Arguments, declared, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS
 from lm_eval_duel.errors import DuelError, UsageError, documentation, naming, require_known, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
+from lm_eval_duel.estimators.arguments import SEED
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.trajectories import Trajectory
@@ -34,7 +36,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
 FIXED_ORDERS = ("duel", "ar")  # a window has one order
-LENGTH = whole(1, "a number of positions")
+LENGTH = dataclasses.replace(whole(1, "a number of positions"), nothing=())
 WARPERS = ("temperature", "top_k", "top_p")  # arguments of the network and of `Duel.generate`
 
 
@@ -211,6 +213,10 @@ class OnIds:
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
         contexts = as_list(contexts, "contexts")
         length = LENGTH("length", length)
+        SEED("seed", seed)
+        do_sample = TRUTH("do_sample", do_sample)
+        if stop is not None and not callable(stop):
+            raise DuelError(f"stop is a function stop(index, tokens); got {stop!r:.80}. generate takes stop strings.")
         befores: list[Ids] = []
         afters: list[Ids] = []
         given_suffixes = one_each(contexts, suffixes, "suffixes", ())

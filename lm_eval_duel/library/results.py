@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from lm_eval_duel.core import scores as rates
@@ -215,8 +215,10 @@ class TextEstimate(Plain):
 
         Raises DuelError for what is no estimate, and if there is none.
         """
-        if isinstance(estimates, TextEstimate):
-            raise DuelError("TextEstimate.total takes a list of estimates; got one.")
+        if not isinstance(estimates, Iterable):
+            got = type(estimates).__name__
+            raise DuelError(f"TextEstimate.total takes a list of estimates; got an object of the class {got}.")
+        estimates = list(estimates)
         if not estimates:
             raise DuelError("TextEstimate.total takes at least one estimate, as Duel.estimate returns; got none.")
         for estimate in estimates:

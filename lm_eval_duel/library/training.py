@@ -26,6 +26,7 @@ from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.keywords import passed_on, shows
 from lm_eval_duel.library.duel import Block, Duel
 from lm_eval_duel.library.ids import network_listing, require_rule
+from lm_eval_duel.library.texts import as_list
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import Rule, parse, with_colons
 
@@ -107,6 +108,7 @@ def training_metrics(
     """
     _check_network_and_tokenizer(model, tokenizer)
     qualifiers = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
+    texts = list(texts)
     budget = COUNT("token_budget", token_budget)
     rank = 0
     world = 1
@@ -273,6 +275,7 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
         raise DuelError(
             f"planned_tokens takes a Duel, such as Duel.from_model(model, tokenizer); got a {type(duel).__name__}."
         )
+    texts = as_list(texts, "texts")
     if isinstance(texts, str):
         raise DuelError("planned_tokens takes a list of texts; got one text. Write planned_tokens(duel, [text]).")
     rule = duel.rule
@@ -280,7 +283,7 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
         raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")
     setting = cost.Setting(duel.denoiser, rule, duel.block, duel.grid)
     if sample is not None:
-        count: cost.Count = partial(setting.two_phase, share=sample)
+        count: cost.Count = partial(setting.two_phase, share=TwoPhaseArguments(sample).sample)
     elif duel.denoiser.cache is not None:
         count = partial(setting.cached, cache=duel.denoiser.cache)
     else:
