@@ -134,6 +134,8 @@ class Duel(OnIds):
         text = None
         if tokenizer is not None:
             text = TextEncoder(tokenizer, denoiser, options.windows, made.block)
+        elif windows != "independent":
+            log.warning("windows=%s says how texts are cut, and a Duel without a tokenizer takes no texts", windows)
         self._take(denoiser, made, text)
 
     @classmethod
@@ -253,6 +255,8 @@ class Duel(OnIds):
             keywords["batch_size"] = max(1, GPU_TOKENS[0] // denoiser.max_length)
         duel = cls(denoiser, tokenizer=tokenizer, **keywords)
         duel.estimator.name_ignored_args(given)
+        if tokenizer is None and arguments.get("bos") is not None:
+            log.warning("bos=%s is for texts: without a tokenizer, put special tokens into windows", arguments["bos"])
         return duel
 
     # ------------------------------------------------------------ text in

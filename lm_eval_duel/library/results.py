@@ -61,15 +61,8 @@ class TextScore(Display):
 
     @property
     def errors(self) -> dict[str, float]:
-        """The standard errors of a drawn value, by name (delta method)."""
-        if self.stderr is None or not self.log_prob:
-            return {}
-        per_nat = self.stderr / abs(self.log_prob)
-        return {
-            "log_prob": self.stderr,
-            "perplexity": _perplexity_error(self.perplexity, self.stderr, self.sums.tokens),
-            "bits_per_byte": self.bits_per_byte * per_nat,
-        }
+        """The standard errors of a drawn value, by name (delta method); empty if there are none, or not known."""
+        return _errors(self)
 
     @property
     def units(self) -> Units:
@@ -137,7 +130,7 @@ class TextEstimate(Plain):
     """
 
     internal: ClassVar = ("windows", "window_scores", "sums")
-    computed: ClassVar = ("perplexity", "perplexity_stderr", "bits_per_byte", "kind", "fingerprint")
+    computed: ClassVar = ("perplexity", "bits_per_byte", "errors", "kind", "fingerprint")
 
     text: str | None  # None: several
     tokens: int
@@ -163,7 +156,7 @@ class TextEstimate(Plain):
         values = [
             "several texts" if self.text is None else shown_text(self.text),
             shown_value("log_prob", self.log_prob, self.stderr),
-            shown_value("perplexity", self.perplexity, self.perplexity_stderr),
+            shown_value("perplexity", self.perplexity, self.errors.get("perplexity")),
             counted(self.tokens, "token"),
             f"{self.sampled_blocks} of {self.blocks} blocks sampled",
         ]
@@ -184,16 +177,14 @@ class TextEstimate(Plain):
         return _perplexity(self.log_prob, self.tokens)
 
     @property
-    def perplexity_stderr(self) -> float | None:
-        """The standard error of `perplexity` (delta method)."""
-        if self.stderr is None or not self.tokens:
-            return None
-        return _perplexity_error(self.perplexity, self.stderr, self.tokens)
-
-    @property
     def bits_per_byte(self) -> float:
         """-log_prob in bits per UTF-8 byte, NaN for an empty text."""
         return _bits_per_byte(self.log_prob, self.bytes)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The standard errors, by name, as in `TextScore`."""
+        return _errors(self)
 
     @classmethod
     def from_scores(
@@ -348,11 +339,16 @@ def _perplexity(log_prob: float, tokens: int) -> float:
     return rates.perplexity(-log_prob / tokens)
 
 
-def _perplexity_error(perplexity: float, stderr: float, tokens: int) -> float:
-    """The standard error of a perplexity from that of log_prob (delta method), NaN without tokens."""
-    if not tokens:
-        return math.nan
-    return perplexity * stderr / tokens
+def _errors(result: TextScore | TextEstimate) -> dict[str, float]:
+    """The standard errors of log_prob and of what is computed from it (delta method)."""
+    if result.stderr is None or not result.log_prob:
+        return {}
+    relative = result.stderr / abs(result.log_prob)
+    return {
+        "log_prob": result.stderr,
+        "perplexity": result.perplexity * result.stderr / result.sums.tokens,
+        "bits_per_byte": result.bits_per_byte * relative,
+    }
 
 
 def _bits_per_byte(log_prob: float, size: int) -> float:

@@ -270,6 +270,15 @@ def test_what_an_estimator_does_not_read_is_named_if_it_was_given(caplog):
         assert named == list(given)
 
 
+def test_what_only_texts_have_is_named_if_there_is_no_tokenizer(caplog):
+    arguments = {"mask_token_id": 4, "max_length": 8}
+    for tokenizer in (tiny.tokenizer(length=8), None):
+        caplog.clear()
+        Duel.from_model(Toy(tokens=39, length=8).features, tokenizer, bos="given", windows="harness", **arguments)
+        for name in ("bos=given", "windows=harness"):
+            assert (name in caplog.text) == (tokenizer is None)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_spec_is_read_again_while_weights_may_change(fixed):
     toy = Toy()

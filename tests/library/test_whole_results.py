@@ -190,7 +190,7 @@ def test_estimates_of_texts(held):
     cases = {**TEXTS, "many windows": LONG}
     estimates = duel.estimate(list(cases.values()), sample=0.75, seed=1)
     fields = ("tokens", "bytes", "log_prob", "stderr", "blocks", "sampled_blocks", "correlation", "bits_per_byte")
-    fields += ("perplexity", "perplexity_stderr", "kind")
+    fields += ("perplexity", "errors", "kind")
     sections = []
     for case, estimate in zip(cases, estimates, strict=True):
         assert estimate.bytes == len(cases[case].encode())

@@ -3,8 +3,8 @@
 import contextlib
 import math
 
+import numpy as np
 import pytest
-import torch
 from attends import Attends
 
 from lm_eval_duel import (
@@ -19,7 +19,7 @@ from lm_eval_duel import (
 )
 
 WINDOW = Window((), (300, 517, 261))
-WRONG = [None, "x", 5, -1, 1.5, math.nan, [None], [[5]], {"a": 1}, object(), b"x", torch.tensor([1.5, 2.5]), WINDOW]
+WRONG = [None, "x", 5, -1, 1.5, math.nan, [None], [[5]], {"a": 1}, object(), b"x", np.array([1.5, 2.5]), WINDOW]
 
 
 @pytest.fixture(scope="module")
