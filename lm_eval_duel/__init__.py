@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.library.training import DuelCallback as DuelCallback
     from lm_eval_duel.library.training import planned_tokens as planned_tokens
     from lm_eval_duel.library.training import training_metrics as training_metrics
-    from lm_eval_duel.results.stats import compare as compare
+    from lm_eval_duel.results.text_scores import compare as compare
+    from lm_eval_duel.results.text_scores import pool as pool
     from lm_eval_duel.rules import Decision as Decision
     from lm_eval_duel.rules import Rule as Rule
 
@@ -53,7 +54,7 @@ _MODULES = {  # public names by the module that defines them
     "library.duel": "Duel",
     "library.results": "GeneratedText TextEstimate TextScore",
     "library.training": "DuelCallback planned_tokens training_metrics",
-    "results.stats": "compare",
+    "results.text_scores": "compare pool",
     "rules": "Decision Rule",
 }
 _HOMES = {name: f"lm_eval_duel.{module}" for module, names in _MODULES.items() for name in names.split()}

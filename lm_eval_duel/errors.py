@@ -9,6 +9,15 @@ from pathlib import Path
 
 LISTED = 4  # near names in an error
 NEAR = 0.7  # likeness of two names that may be one, mistyped
+ELSEWHERE = {  # names in the code of LLaDA, Dream, BD3-LM and transformers, and ours
+    "block_length": "block",
+    "block_size": "block",
+    "cfg": "cfg_scale",
+    "mask_id": "mask_token_id",
+    "mc_num": "mc_samples",
+    "model_name_or_path": "pretrained",
+    "torch_dtype": "dtype",
+}
 LONGEST_LIST = 40  # names; of a longer list only the near ones are printed, if there are any
 
 
@@ -149,6 +158,8 @@ def nearest(name: object, known: Iterable[str]) -> list[str]:
     """The known names that `name` may stand for, mistyped or cut off, the nearest first; at most `LISTED`."""
     typed = str(name).lower()
     names = {entry.lower(): entry for entry in sorted(known, reverse=True)}
+    if ELSEWHERE.get(typed) in names:
+        return [names[ELSEWHERE[typed]]]
     begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
     return [names[entry] for entry in (difflib.get_close_matches(typed, names, LISTED, NEAR) or begins[:LISTED])]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import counted
 
 IMPOSSIBLE = (  # the reason for an infinite value
     "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
@@ -333,7 +334,7 @@ class Score(Plain):
         error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
         tokens = "no value of single tokens"
         if self.token_logprobs:
-            tokens = f"{len(self.token_logprobs)} tokens"
+            tokens = counted(len(self.token_logprobs), "token")
         parts = [
             f"log_prob={self.log_prob:.4f}{error}",
             f"is_greedy={self.is_greedy}",

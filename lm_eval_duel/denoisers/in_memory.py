@@ -59,6 +59,8 @@ def from_model(
 ) -> Denoiser:
     """The denoiser of a network in memory. Arguments and errors: see `Duel.from_model`."""
     require_known("argument", network, IN_MEMORY_ARGUMENTS, "of from_model")
+    if isinstance(model, type):
+        raise DuelError(f"from_model takes a network; got the class {model.__name__}. Pass an instance of it.")
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
     if module is not None and not isinstance(module, torch.nn.Module):

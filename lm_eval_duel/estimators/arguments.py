@@ -71,7 +71,10 @@ class ElboArguments(EstimatorArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.elbo_eps and self.elbo_form == "count":
-            raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+            raise DuelError(
+                "'elbo_eps' is the least ratio, of elbo_form=ratio, and counts have none: add elbo_form=ratio, or "
+                "leave elbo_eps out."
+            )
 
     def describe(self) -> dict[str, object]:
         # these two stand in the spec even as none and 0.0

@@ -91,7 +91,7 @@ def visible_token(token: str) -> str:
 
 def shown_text(text: str) -> str:
     """The beginning of a text, in quotes."""
-    return repr(text if len(text) <= START else f"{text[:START]}...")
+    return repr(str(text) if len(text) <= START else f"{text[:START]}...")
 
 
 def shown_value(name: str, value: float, error: float | None = None, bound: bool = False) -> str:

@@ -376,7 +376,8 @@ class Duel(OnIds):
         estimates: dict[int, TextEstimate] = {}
         with estimator.one_run():
             for n, scores in score_documents(windows, estimator.stream, "Text {}".format):
-                estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator, spec)
+                unknown = encoder.unknown(documents[n].windows, texts[n])
+                estimates[n] = TextEstimate.from_scores(texts[n], documents[n], scores, estimator, spec, unknown)
         self.counts.add_work(estimator.counts)
         return [with_doubt(estimates[n], estimator.counts) for n in range(len(texts))]
 

@@ -101,7 +101,7 @@ class TextScore(Display):
             bound=value.is_bound,
             kind=value.word,
             cut=bool(encoded.cut),
-            note=estimator.counts.with_doubt(" ".join(filter(None, [value.note, encoded.cut]))),
+            note=estimator.counts.with_doubt(" ".join(filter(None, [value.note, _up_to(spec, unknown), encoded.cut]))),
             perplexity=_perplexity(total.log_prob, total.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),
@@ -144,6 +144,7 @@ class TextEstimate(Plain):
     window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, str] = dataclasses.field(repr=False)  # everything that defines the number
+    unk_tokens: int = 0  # scored tokens for text that the tokenizer does not know
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
     note: str = ""  # what puts the value in doubt
 
@@ -194,11 +195,13 @@ class TextEstimate(Plain):
         scores: Sequence[Score],
         estimator: Estimator,
         spec: dict[str, str],
+        unknown: int = 0,
     ) -> TextEstimate:
         """The estimate of a text from the scores of its windows."""
         sums = Total.from_scores(encoded.windows, scores, estimator.name)
         size = count_units(encoded.scored).bytes
-        return cls._from_sums(text, size, encoded.windows, scores, sums, spec)
+        one = cls._from_sums(text, size, encoded.windows, scores, sums, spec)
+        return dataclasses.replace(one, unk_tokens=unknown, note=_up_to(spec, unknown))
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
@@ -224,8 +227,9 @@ class TextEstimate(Plain):
         size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
         several = cls._from_sums(None, size, windows, scores, sums, estimates[0].spec)
+        unknown = sum(estimate.unk_tokens for estimate in estimates)
         notes = dict.fromkeys(estimate.note for estimate in estimates)
-        return dataclasses.replace(several, note="; ".join(filter(None, notes)))
+        return dataclasses.replace(several, unk_tokens=unknown, note="; ".join(filter(None, notes)))
 
     @classmethod
     def _from_sums(
@@ -330,6 +334,13 @@ Result = TypeVar("Result", TextScore, TextEstimate, GeneratedText)
 def with_doubt(result: Result, counts: Counts) -> Result:
     """The result, whose note says if the run's checks of a user's rule put it in doubt, even those after it."""
     return dataclasses.replace(result, note=counts.with_doubt(result.note))
+
+
+def _up_to(spec: dict[str, str], unknown: int) -> str:
+    """A note on what the tokenizer does not tell apart: texts that differ in it alone have one value, their sum."""
+    lost = [spec.get("normalises", ""), "[UNK]" if unknown else ""]
+    words = ", ".join(filter(None, lost))
+    return f"up to {words}" if words else ""
 
 
 def _perplexity(log_prob: float, tokens: int) -> float:

@@ -124,7 +124,7 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     names = rows.names((first, second))
     sides = []
     for row, name in zip((first, second), names, strict=True):
-        sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row)))
+        sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row), row.lost))
     paired = stats.difference(*sides, unit(first.metric), first.texts)
     reason = Note()
     if paired.difference is None:
@@ -365,6 +365,8 @@ def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
         return Note("no autoregressive result is the baseline of this table", "--ar")
     if not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
         return Note("no gap closed of an infinite perplexity")
+    if ar.lost.keys() != row.lost.keys():
+        return Note(f"no gap closed: the tokenizers of {row.model} and {ar.model} do not tell the same texts apart")
     if not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):
         both = f"ELBO {with_error(elbo)} and {ar.model} {number(ar.value)}"
         if elbo.stderr_reason:  # without its error, nothing says that the two are near each other

@@ -26,6 +26,7 @@ from lm_eval_duel.results.spec_entries import (
     SAMPLING,
     differing_keys,
     entries_for_names,
+    lost_distinctions,
 )
 from lm_eval_duel.results.table import Note, number, percent
 from lm_eval_duel.rules import RULES, is_rule, without_defaults
@@ -103,6 +104,11 @@ class Row:
     def unknown(self) -> float:
         """The share of [UNK] among its tokens."""
         return self.run.every_task[self.task].unknown
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The distinctions that its tokenizer does not make, see `lost_distinctions`."""
+        return lost_distinctions(self.run.spec, self.unknown)
 
     # ------------------------------------------------------------ names
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.table import percent
 
 # those that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
@@ -14,6 +15,7 @@ LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
 # those that belong to the estimator, as NON_IDENTITY_KEYS do; the last two say what commit-once noise is
 ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
+DROPS = {"lower case": "drops upper case"}  # of `normalises`, which says what is left
 SPECIAL_TOKENS = "special_tokens"  # an entry such as "[2] text [], bos=given"
 
 
@@ -27,6 +29,20 @@ def scored_positions(spec: Mapping[str, str]) -> str:
     """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
     bos = bos_of(spec)
     return "the text" if bos in ("given", "none") else f"bos={bos}"
+
+
+def lost_distinctions(spec: Mapping[str, str], unknown: float) -> dict[str, str]:
+    """The distinctions that the tokenizer of a spec does not make, in words, such as "drops accents".
+
+    The keys are equal for two tokenizers that lose the same. `unknown`: the share of [UNK] among the tokens.
+    """
+    lost = {}
+    for distinction in spec.get("normalises", "").split(", "):
+        if distinction:
+            lost[distinction] = DROPS.get(distinction, f"drops {distinction}")
+    if unknown:
+        lost[f"[UNK] of tokenizer {spec.get('tokenizer')}"] = f"has {percent(unknown)} [UNK]"
+    return lost
 
 
 def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -> list[str]:

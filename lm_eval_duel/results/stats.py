@@ -1,24 +1,19 @@
-"""Perplexities with their errors, the error of gap closed, and paired differences.
-
-Also in Python: `compare(a, b)`, the paired difference of two lists of scores of the same texts.
-"""
+"""Perplexities with their errors, the error of gap closed, and paired differences."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from lm_eval_duel.core.scores import Plain, Value, perplexity
-from lm_eval_duel.errors import DuelError, counted
-from lm_eval_duel.estimators import registry
-from lm_eval_duel.keywords import known_keywords
-from lm_eval_duel.results.bootstrap import bootstrap_rates, percentile_interval, tail, with_errors
-from lm_eval_duel.results.spec_entries import scored_positions
+from lm_eval_duel.errors import counted
+from lm_eval_duel.results.bootstrap import percentile_interval, tail, with_errors
 from lm_eval_duel.results.table import number, span
 
 KEY = 16  # hexadecimal digits of a digest
@@ -115,7 +110,6 @@ def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray, documents: 
 # Below 0 the first is better. The interval is from a bootstrap over texts that both share.
 
 
-UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval contains 0
 EQUAL_VALUES = "equal"  # up to float noise
 FEW = 10  # distinct texts; a 95 % interval from 10 holds the mean of a normal law in 95 % of cases, from 3 in 75 %
@@ -145,6 +139,7 @@ class Side(NamedTuple):
     value: Value  # per unit
     no_error: str  # why a value that is drawn has no error
     draws: np.ndarray | None = None  # of the rate, by the bootstrap
+    lost: Mapping[str, str] = MappingProxyType({})  # what its tokenizer does not tell apart, see `lost_distinctions`
 
     @property
     def rate(self) -> float:
@@ -168,6 +163,7 @@ class PairedDifference(Plain):
     computed = ("perplexities", "stderrs", "kinds")
 
     names: tuple[str, str] = ("", "")
+    notes: tuple[str, str] = ("", "")  # what limits each value, such as "given the noise of seed 0"
     unit: str = ""  # token, word or byte
     documents: int = 0
     values: tuple[Value, ...] = ()  # log-likelihoods per unit: the higher one is better
@@ -197,8 +193,10 @@ class PairedDifference(Plain):
 
     def __str__(self) -> str:
         values = []
-        for name, value, shown, error in zip(self.names, self.values, self.perplexities, self.stderrs, strict=True):
-            values.append(f"{name} {number(shown, error=error, bound=value.is_bound)}")
+        for n, name in enumerate(self.names):
+            shown = number(self.perplexities[n], error=self.stderrs[n], bound=self.values[n].is_bound)
+            note = f" ({self.notes[n]})" if self.notes[n] else ""
+            values.append(f"{name} {shown}{note}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
@@ -248,217 +246,17 @@ def _undecided(first: Side, second: Side, lower: Side | None, is_equal: bool, te
     for side in (first, second):
         if side.value.is_bound and side is not lower:
             return "no verdict: only a bound"
+    if lower is not None:
+        # The lower value is that of all texts which its tokenizer does not tell apart, together.
+        other = second if lower is first else first
+        lost = [words for key, words in lower.lost.items() if key not in other.lost]
+        if lost:
+            return f"no verdict: {lower.name} {' and '.join(lost)}"
     if is_equal:
         return EQUAL_VALUES
     if texts < FEW:
         return f"no verdict from {counted(texts, 'distinct document')}"
     return UNCLEAR if lower is None else ""
-
-
-# ---------------------------------------------------------------- scores of the library
-
-
-class Texts(NamedTuple):
-    """The scores of some texts under one model."""
-
-    name: str
-    keys: list[str]  # equal for equal texts
-    log_probs: list[float]  # nats
-    counts: dict[str, list[int]]  # by unit
-    positions: str  # that are scored
-    max_length: int  # of a row, special tokens included
-    cuts: list[list[tuple[int, int]]]  # of each text, see `_cuts`
-    cut_contexts: list[int]  # of each text: the visible tokens around it, if its context or suffix was cut, else 0
-    value: Value  # of their sum; equal texts share one error
-    no_error: str  # why a value that is drawn has no error
-
-    def side(self, unit: str, draws: np.ndarray | None) -> Side:
-        """Their rate per unit, as one side of a difference."""
-        units = sum(self.counts[unit])
-        error = None if self.value.error is None else self.value.error / units
-        per_unit = dataclasses.replace(self.value, nats=self.value.nats / units, error=error)
-        return Side(self.name, per_unit, self.no_error, draws)
-
-
-@known_keywords
-def compare(
-    a: Sequence[Any], b: Sequence[Any], names: tuple[str, str] = ("first", "second"), unit: str | None = None
-) -> PairedDifference:
-    """Compare two models on the same texts: difference = rate(a) - rate(b), with rate = -log p / units over all texts.
-
-    Args:
-        a, b: Scores of the same texts in the same order, from `Duel.score`, or estimates, from `Duel.estimate`.
-        names: The names of the two models, for printing.
-        unit: "token", "word" or "byte". None: "token" if both count the same tokens of every text, else "byte".
-
-    Returns:
-        The difference in nats per unit, its 95 % interval (bootstrap over texts, including the Monte Carlo error of
-        estimates and bounds), and a verdict: none if other positions are scored (`bos`), if long texts of the same
-        tokens are cut at different places, or if contexts were cut, and not alike.
-
-    Raises:
-        DuelError: If the texts differ, there are none, or the unit is unknown.
-    """
-    a = _as_list(a)
-    b = _as_list(b)
-    if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
-        raise DuelError(f"compare() takes two different names, such as names=('greedy', 'margin'); got {names!r}.")
-    wanted = "compare() takes two lists of scores of the same texts in the same order, but"
-    if len(a) != len(b) or not a:
-        raise DuelError(f"{wanted} there are {len(a)} and {len(b)} texts.")
-    first = _texts(a, names[0])
-    second = _texts(b, names[1])
-    for n, (one, other) in enumerate(zip(first.keys, second.keys, strict=True)):
-        if one != other:
-            raise DuelError(f"{wanted} text {n}, its context or its suffix differs.")
-    unit = _shared_unit(first, second, unit)
-
-    # documents in the order of a report, so that the intervals are the same
-    order = []
-    for n in sorted(range(len(a)), key=lambda n: first.keys[n]):
-        is_empty = True  # a text of white space has no words, but a log-probability: it counts
-        for texts in (first, second):
-            if texts.counts[unit][n] or texts.log_probs[n]:
-                is_empty = False
-        if not is_empty:  # an empty text says nothing about others
-            order.append(n)
-    table = np.empty((len(order), 2, 2))  # (documents, sides, nats and units)
-    for side, texts in enumerate((first, second)):
-        for place, n in enumerate(order):
-            table[place, side] = texts.log_probs[n], texts.counts[unit][n]
-    sums = table.sum(0)  # (sides, nats and units)
-    if not sums[:, 1].all():
-        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
-
-    keys = [first.keys[n] for n in order]
-    draws: Any = (None, None)
-    if len(order) > 1 and np.isfinite(sums).all():
-        draws = bootstrap_rates(table, keys)
-    result = difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, keys)
-    other = _not_alike(first, second)
-    if result.difference is None:
-        other = "a perplexity is infinite"
-    elif result.interval is None:
-        other = "a single text has no interval"
-    return dataclasses.replace(result, better="", verdict=f"no verdict: {other}") if other else result
-
-
-def _not_alike(first: Texts, second: Texts) -> str:
-    """The reason that two lists allow no verdict, whatever their values are; empty if they do."""
-    if first.positions != second.positions:
-        return "the scored positions differ"
-    same_tokens = first.counts["token"] == second.counts["token"]
-    if first.cut_contexts != second.cut_contexts or (any(first.cut_contexts) and not same_tokens):
-        return "contexts were cut, and not alike"
-    if same_tokens and first.cuts != second.cuts:  # other tokens are cut at other places in any case
-        longest = {first.max_length, second.max_length}
-        remedy = f" (make both with max_length={min(longest)})" if len(longest) > 1 else ""
-        return f"the windows differ{remedy}"
-    return ""
-
-
-def _as_list(scores: Any) -> list[Any]:
-    """Scores in their order, also those of a column of a table; raises DuelError for what holds none."""
-    if not isinstance(scores, Iterable) or isinstance(scores, str | Mapping | Set):
-        got = f"an object of the class {type(scores).__name__}"
-        raise DuelError(f"compare() takes two lists of scores, as Duel.score returns; got {got}.")
-    return list(scores)
-
-
-def _shared_unit(first: Texts, second: Texts, unit: str | None) -> str:
-    """The unit to compare in; raises DuelError for one that the two lists do not share."""
-    if unit not in (None, *UNITS):
-        raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
-    same_tokens = first.counts["token"] == second.counts["token"]
-    if unit == "token" and not same_tokens:
-        raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
-    return unit or ("token" if same_tokens else "byte")
-
-
-def _texts(scores: Sequence[Any], name: str) -> Texts:
-    """The scores of `Duel.score`, or the estimates of `Duel.estimate`, as they are compared."""
-    from lm_eval_duel.estimators.totals import Total
-
-    _check_scores(scores, name)
-    spec = scores[0].spec
-    total = Total.from_parts(score.sums for score in scores).value
-    entry = registry.find(str(spec["estimator"]))
-    texts = Texts(
-        name=name,
-        keys=[key_of(_identity(score)) for score in scores],
-        log_probs=[score.log_prob for score in scores],
-        counts={
-            "token": [score.sums.tokens for score in scores],
-            "word": [score.units.words for score in scores],
-            "byte": [score.units.bytes for score in scores],
-        },
-        positions=scored_positions(spec),
-        max_length=int(spec.get("max_length", 0)),
-        cuts=[_cuts(score.windows) for score in scores],
-        cut_contexts=[_visible(score) if getattr(score, "cut", False) else 0 for score in scores],
-        value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
-        no_error=entry.unknown_error(total.error, spec),
-    )
-    _check_texts(texts)
-    return texts
-
-
-def _cuts(windows: Sequence[Any]) -> list[tuple[int, int]]:
-    """The lengths of the windows of a text, and of the text visible before each; empty for a text in one window.
-
-    Special tokens of a model are in every context, or scored in the first window (bos=scored).
-    """
-    if len(windows) < 2:
-        return []
-    cuts = []
-    for window in windows:
-        visible = len(window.context) - len(windows[0].context)
-        cuts.append((len(window.target), visible))
-    return cuts
-
-
-def _visible(score: Any) -> int:
-    """The number of tokens that are visible around a text."""
-    return sum(len(window.context) + len(window.suffix) for window in score.windows)
-
-
-def _check_scores(scores: Sequence[Any], name: str) -> None:
-    """Raise DuelError for objects that are no scores of single texts under one model."""
-    from lm_eval_duel.estimators.totals import Total
-
-    for n, score in enumerate(scores):
-        if not isinstance(getattr(score, "sums", None), Total):
-            got = type(score).__name__
-            raise DuelError(
-                f"compare() takes scores, as Duel.score returns; number {n} of {name} is of the class {got}."
-            )
-        if score.text is None:
-            raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
-        if score.spec != scores[0].spec:
-            raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
-
-
-def _check_texts(texts: Texts) -> None:
-    """Raise DuelError for a log-probability above 0. For estimates of texts, which may be above, the sum is checked."""
-    tokens = texts.counts["token"]
-    checked = [("the sum", texts.value.nats, sum(tokens))]
-    if not texts.value.may_exceed_one:
-        checked = []
-        for n, (log_prob, count) in enumerate(zip(texts.log_probs, tokens, strict=True)):
-            checked.append((f"text {n}", log_prob, count))
-    for what, nats, count in checked:
-        if not nats <= EQUAL * max(1, count):  # also for NaN
-            raise DuelError(
-                f"The log-probability of {what} of {texts.name} is {nats:g}, and a probability is at most 1. Score the "
-                "texts again."
-            )
-
-
-def _identity(score: Any) -> str:
-    """A text with its context and suffix, if it has any: the same text in another context is another one."""
-    context = getattr(score, "context", "")
-    suffix = getattr(score, "suffix", "")
-    return repr((score.text, context, suffix)) if context or suffix else score.text
 
 
 def key_of(text: str) -> str:

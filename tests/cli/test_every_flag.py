@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from results import documents, ours, trace
@@ -302,13 +303,15 @@ class Drawn:
 
     prompt: str
     window: dict = dataclasses.field(default_factory=lambda: {"target": (5,), "known": ()})
+    spec: dict = dataclasses.field(default_factory=dict)
+    fingerprint: ClassVar = "f"
     log_prob: float = -math.inf
 
 
 class Drawing:
     """A `Duel` that notes what it is asked for. `interrupted`: Ctrl-C comes after the second text."""
 
-    fingerprint, rule, block, grid = "f", "greedy:k=1", 4, "target"
+    rule, block, grid = "greedy:k=1", 4, "target"
     estimator = SimpleNamespace(name="duel")
     denoiser = SimpleNamespace(cache="dual")
 

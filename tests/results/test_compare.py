@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from results import ours, text_score, three_documents
 
-from lm_eval_duel import DuelError, Window, compare
+from lm_eval_duel import DuelError, Window, compare, pool
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.cli.report import parse
 from lm_eval_duel.estimators.registry import Kind
@@ -261,6 +261,10 @@ def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second
         assert pair["interval"] == pytest.approx(expected.interval)
         assert pair["verdict"] == expected.verdict
         assert pair["verdict"].startswith(verdict)
+        for row in task["rows"]:
+            pooled = pool(first if row["model"] == "A" else second)
+            assert pooled.perplexity == pytest.approx(row["value"])
+            assert pooled.interval == pytest.approx(row["interval"])
 
 
 def test_a_score_file_of_another_version_is_refused(tmp_path):
@@ -318,7 +322,8 @@ def test_texts_cut_at_different_places_have_no_verdict():
     """Unless other tokens are counted. Special tokens before the text of every window make no difference."""
 
     def cut(scores_of_texts, *windows):
-        return [dataclasses.replace(score, windows=windows) for score in scores_of_texts]
+        sized = [dataclasses.replace(score, spec=score.spec | {"max_length": 3}) for score in scores_of_texts]
+        return [dataclasses.replace(score, windows=windows) for score in sized]
 
     a = cut(scores(), Window((1,), (5, 6)), Window((1,), (7,)))
     better = scores(0.05, seed=2)
@@ -328,7 +333,7 @@ def test_texts_cut_at_different_places_have_no_verdict():
         ([Window((), (5, 6)), Window((6,), (7,))], "no verdict: the windows differ"),
     ):
         difference = compare(a, cut(better, *windows))
-        assert difference.verdict == verdict
+        assert difference.verdict.startswith(verdict)
         assert bool(difference.better) == (verdict == "first is better")
         assert difference.interval
 
@@ -337,6 +342,72 @@ def test_texts_cut_at_different_places_have_no_verdict():
 
     other_tokens = cut(scores(0.05, seed=2, tokens=70), Window((), (5, 6, 7)))
     assert compare(a, other_tokens, unit="byte").verdict == "first is better"
+
+
+@pytest.mark.parametrize(
+    ("of_better", "of_other", "verdict"),
+    [
+        ({"normalises": "lower case, accents"}, {}, "no verdict: first drops upper case and drops accents"),
+        ({"normalises": "lower case"}, {"normalises": "accents"}, "no verdict: first drops upper case"),
+        ({"normalises": "lower case"}, {"normalises": "lower case, accents"}, "first is better"),
+        ({}, {"normalises": "lower case"}, "first is better"),
+        ({"tokenizer": "t", "unk": 1}, {"tokenizer": "u"}, "no verdict: first has 2.5% [UNK]"),
+        ({"tokenizer": "t", "unk": 1}, {"tokenizer": "u", "unk": 1}, "no verdict: first has 2.5% [UNK]"),
+        ({"tokenizer": "t", "unk": 1}, {"tokenizer": "t", "unk": 1}, "first is better"),
+        ({"tokenizer": "t"}, {"tokenizer": "u", "unk": 1}, "first is better"),
+    ],
+)
+def test_a_value_of_several_texts_together_is_not_better(of_better, of_other, verdict):
+    """If the worse of the two is such a value, that of its text alone is worse still."""
+
+    def made(shift, seed, unk=0, **spec):
+        made_scores = scores(shift, seed, tokens=40, **spec)
+        return [dataclasses.replace(score, unk_tokens=unk) for score in made_scores]
+
+    difference = compare(made(0.0, 1, **of_better), made(0.05, 2, **of_other))
+    assert difference.verdict == verdict
+    assert difference.interval
+    assert compare(made(0.05, 2, **of_other), made(0.0, 1, **of_better)).verdict == verdict.replace("first", "second")
+
+
+def test_windows_are_made_equal_although_special_tokens_differ():
+    def cut(shift, seed, max_length, windows):
+        return [dataclasses.replace(score, windows=windows) for score in scores(shift, seed, max_length=max_length)]
+
+    a = cut(0.0, 1, 4, (Window((), (1, 2, 3, 4)), Window((), (5,))))
+    b = cut(0.1, 2, 4, (Window((9,), (1, 2, 3)), Window((9,), (4, 5))))
+    assert compare(a, b).verdict == (
+        "no verdict: the windows differ (make first with max_length=3 and second with max_length=4)"
+    )
+    b = cut(0.1, 2, 6, (Window((), (1, 2, 3, 4, 5)), Window((), (6,))))
+    assert compare(a, b).verdict == "no verdict: the windows differ (make both with max_length=4)"
+
+
+def test_pooled_scores():
+    of_texts = scores()
+    pooled = pool(iter(of_texts), unit="byte")
+    nats = -math.fsum(score.log_prob for score in of_texts)
+    size = sum(len(score.text.encode()) for score in of_texts)
+    assert (pooled.count, pooled.documents, pooled.stderr) == (size, SIZE, None)
+    assert pooled.perplexity == pytest.approx(math.exp(nats / size))
+    low, high = pooled.interval
+    assert low < pooled.perplexity < high
+    assert f"per byte {pooled.perplexity:.2f} (95 % interval {low:.2f} to {high:.2f}, 40 documents), exact" in repr(
+        pooled
+    )
+
+    bound = pool(scores(**BOUND))
+    assert bound.stderr == pytest.approx(0.1 * math.sqrt(SIZE))
+    assert bound.bound and "≤" in repr(bound) and "±" in repr(bound)
+    few = pool(of_texts[:3])
+    assert "too narrow" in few.remark and few.remark in repr(few)
+    one = pool(of_texts[:1])
+    assert one.interval is None and "(1 document)" in repr(one)
+    for wrong, reason in (([], "got none"), (of_texts[0], "lists"), ([3], "int"), (of_texts + scores(k=2), "several")):
+        with pytest.raises(DuelError, match=reason):
+            pool(wrong)
+    with pytest.raises(DuelError, match="no tokens"):
+        pool([text_score("", 0.0, 0)])
 
 
 def test_a_baseline_among_the_models_of_one_file(tmp_path):

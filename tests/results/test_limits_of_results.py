@@ -19,8 +19,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import bootstrap, files, gaps, match, page, read, rerun, stats, trace, traced
 from lm_eval_duel.results import compare as comparison
 from lm_eval_duel.results.order import _first_kept, _twice
-from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
+from lm_eval_duel.results.text_scores import compare
 
 ERROR = 0.25  # a power of two, so that limits are hit exactly
 
@@ -131,6 +131,7 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(mo
             stderr_bound=error,
             stderr_reason="",
             no_interval=Note("no documents"),
+            lost={},
         )
 
     elbo = row(40.0, 1.0)
