@@ -119,6 +119,7 @@ WRONG_RULES = (
 WRONG = (  # model args, and what the error names: the argument, its value, the nearest name
     ({"rule": "gredy"}, "'gredy'. Did you mean greedy?"),
     ({"blok": 32}, "'blok'. Did you mean block?"),
+    ({"block_size": 32}, "'block_size'. Did you mean block?"),  # not batch_size, which is as near
     *(
         (args, f"commas, without spaces: {separated}")
         for args, separated in (

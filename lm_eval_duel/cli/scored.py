@@ -15,6 +15,7 @@ from lm_eval_duel.results import read, stats
 from lm_eval_duel.results.doubts import doubts, remarks
 from lm_eval_duel.results.notes import LOWEST_FIRST
 from lm_eval_duel.results.runs import size_in_words
+from lm_eval_duel.results.spec_entries import lost_distinctions
 from lm_eval_duel.results.table import Columns, Table, form_of, number
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -186,6 +187,10 @@ class ScoredModel:
             from lm_eval_duel.text.text import unknown_share
 
             yield unknown_share(self.total.unknown, self.total.tokens)
+        dropped = lost_distinctions(spec, 0.0).values()
+        if dropped:
+            what = " and ".join(dropped)
+            yield f"the tokenizer {what}: bits per byte and word perplexity are not a likelihood of the text"
 
 
 def about_infinities(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -175,7 +175,7 @@ def task(
             )
         )
 
-    notes_of_task = notes.unknown_tokens(name, compared)
+    notes_of_task = notes.tokenizers(name, compared)
     for row in table.rows:  # in the order of the table
         if row in described:
             notes_of_task.append(described[row])

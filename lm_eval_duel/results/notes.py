@@ -9,7 +9,8 @@ from lm_eval_duel.results import match, order, stats
 from lm_eval_duel.results.doubts import FULL_PRECISION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.table import Note, number, percent
+from lm_eval_duel.results.spec_entries import lost_distinctions
+from lm_eval_duel.results.table import Note, number
 
 LOWEST_FIRST = "in a row of masks alone, all positions tie, and the lowest is revealed first"
 
@@ -65,18 +66,16 @@ def shown_once(same: SameOfTasks, same_averages: SameOfTasks) -> Note:
     )
 
 
-def unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:
-    """Notes on unknown tokens."""
-    notes: list[str] = []
+def tokenizers(name: str, compared: Sequence[Run]) -> list[str]:
+    """Notes on tokenizers that do not tell all texts apart, each once."""
+    notes: dict[str, None] = {}
     for run in compared:
-        share = run.tasks[name].unknown
-        note = (
-            f"{percent(share)} of the tokens of {run.label} are [UNK]: its bits per byte, byte and word perplexity are "
-            "not a likelihood of the text"
-        )
-        if share and note not in notes:
-            notes.append(note)
-    return notes
+        lost = lost_distinctions(run.spec, run.tasks[name].unknown)
+        if lost:
+            what = " and ".join(lost.values())
+            note = f"{run.label} {what}: its bits per byte, byte and word perplexity are not a likelihood of the text"
+            notes[note] = None
+    return list(notes)
 
 
 def precision(compared: Sequence[Run]) -> list[str]:

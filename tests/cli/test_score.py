@@ -28,6 +28,7 @@ from lm_eval_duel.results.read import files as find_results
 from lm_eval_duel.results.report import collect
 from lm_eval_duel.results.trace import read as read_trace
 from lm_eval_duel.rules import presets
+from lm_eval_duel.text.text import TextEncoder
 
 pytestmark = pytest.mark.usefixtures("one_load")
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
@@ -108,6 +109,14 @@ def test_text_that_the_tokenizer_does_not_know_is_counted(folder, tmp_path, monk
     first, *_ = csv.DictReader((tmp_path / "out.csv").open())
     assert first["document"] == "'=cmd().txt"  # a name is no formula
     assert float(first["log_prob"]) < 0
+
+
+def test_what_the_tokenizer_drops_is_named(folder, texts, monkeypatch, capsys):
+    monkeypatch.setattr(TextEncoder, "normalises", "lower case")
+    alone = run(texts, "--model_args", f"pretrained={folder},rule=greedy", capsys=capsys)
+    assert "the tokenizer drops upper case: bits per byte and word perplexity" in alone
+    compared = run(texts, "--model_args", f"pretrained={folder}", "--compare", "rule=margin", capsys=capsys)
+    assert " drops upper case: its bits per byte" in compared
 
 
 def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, tmp_path, capsys):

@@ -9,6 +9,7 @@ from tokenizers import normalizers
 from toys import Toy
 from transformers import PreTrainedTokenizerFast
 
+from lm_eval_duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request as request
 from lm_eval_duel.text.text import TextEncoder
@@ -62,3 +63,5 @@ def test_normalisation_is_in_the_spec(steps, expected):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     text = TextEncoder(tokenizer, Toy(length=8), "independent", 2)
     assert text.describe().get("normalises") == expected
+    [score] = Duel(Toy(tokens=7, length=8), block=2, tokenizer=tokenizer).score(["the house"])
+    assert score.note == (f"up to {expected}" if expected else "")
