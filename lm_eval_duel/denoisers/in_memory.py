@@ -332,6 +332,7 @@ DEFINED_BY_A_DENOISER = {  # arguments of other networks, and the member in thei
     "attention": "attention",
     "bos": "bos",
     "family": "family",
+    "last_block": "last_block",
 }
 
 
@@ -344,10 +345,10 @@ def _users_denoiser(model: Denoiser, options: LoadOptions) -> Denoiser:
     for name, member in DEFINED_BY_A_DENOISER.items():
         given = getattr(options, name)
         own = getattr(model, member)
-        if given is not None and given != own:
+        if given is not None and given != own and not (name == "last_block" and given == "fill"):
             raise DuelError(
-                f"{type(model).__name__} is a Denoiser, which defines its own `{member}`, {own!r}: set it there, and "
-                f"leave {name}={given} out."
+                f"{type(model).__name__} is a Denoiser, which defines its own `{member}`, {own!r}: leave "
+                f"{name}={given} out, and set it where the Denoiser is made."
             )
     if type(model).open is not Denoiser.open:
         raise DuelError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from lm_eval_duel import rules
@@ -169,7 +169,7 @@ def check_windows(
         raise DuelError("Pass a list of windows; got one Window. Write [window].")
     if isinstance(windows, str):
         raise DuelError("Pass a list of windows, which hold token ids; got a text. Texts go to Duel.score([text]).")
-    if not isinstance(windows, Iterable):
+    if not hasattr(windows, "__len__") or not hasattr(windows, "__getitem__"):
         raise DuelError(f"Pass a list of windows; got an object of the class {type(windows).__name__}.")
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -139,7 +139,7 @@ class DuelEstimator(Estimator):
     def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
         """The recorded orders of windows that can be scored: a step for each target token."""
         self.check(windows)
-        if not isinstance(steps, Sequence | torch.Tensor):
+        if not hasattr(steps, "__len__") or not hasattr(steps, "__getitem__"):
             raise DuelError(f"reveal_steps is a list with an order for each window; got {steps!r:.80}.")
         if len(windows) != len(steps):
             raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
@@ -393,7 +393,7 @@ def fixed_states(
 
 def _whole_numbers(keys: Any) -> list[int]:
     """The keys of draws; raises DuelError for any that is no whole number."""
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
+    if isinstance(keys, str | bytes | Mapping | Set) or not isinstance(keys, Iterable):
         raise DuelError(f"'keys' is a list of whole numbers; got {keys!r}.")
     return [KEY("keys", key) for key in keys]
 

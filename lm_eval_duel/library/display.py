@@ -28,6 +28,11 @@ class Display(Plain):
     note: str
 
     @property
+    def no_error(self) -> str:
+        """The reason that the error of a drawn value is not known; empty if it is, or if nothing is drawn."""
+        return ""
+
+    @property
     def errors(self) -> dict[str, float]:
         """The standard errors of drawn values, by name."""
         return {}
@@ -40,6 +45,8 @@ class Display(Plain):
             parts.append(shown_value(name, getattr(self, name), error, bound))
         parts.append(counted(len(self.tokens), "token"))
         parts.append(f"{self.kind} {self.note}".rstrip())
+        if self.no_error:
+            parts.append(self.no_error)
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:

@@ -11,6 +11,7 @@ from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Counts, Kind, Plain, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.library.display import Display, shown_text, shown_value
@@ -33,7 +34,7 @@ class TextScore(Display):
 
     shown: ClassVar = ("log_prob", "perplexity", "bits_per_byte")
     internal: ClassVar = ("window_scores", "sums")
-    computed: ClassVar = ("errors",)
+    computed: ClassVar = ("errors", "no_error")
 
     text: str
     log_prob: float  # nats, summed over windows
@@ -65,6 +66,13 @@ class TextScore(Display):
         return _errors(self)
 
     @property
+    def no_error(self) -> str:
+        """The reason that the error of a drawn value is not known; empty if it is, or if nothing is drawn."""
+        if not self.tokens:
+            return ""
+        return registry.find(self.spec["estimator"]).unknown_error(self.stderr, self.spec)
+
+    @property
     def units(self) -> Units:
         """Words and bytes of the text that was scored."""
         return count_units(self.scored, between=bool(self.context or self.suffix))
@@ -86,6 +94,7 @@ class TextScore(Display):
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
         value = estimator.value_template.with_nats(total.log_prob, total.stderr)
+        notes = [value.note, _up_to(spec, unknown), encoded.cut]
         target_ids: list[int] = []
         for window in windows:
             target_ids += window.target
@@ -101,7 +110,7 @@ class TextScore(Display):
             bound=value.is_bound,
             kind=value.word,
             cut=bool(encoded.cut),
-            note=estimator.counts.with_doubt(" ".join(filter(None, [value.note, _up_to(spec, unknown), encoded.cut]))),
+            note=estimator.counts.with_doubt(" ".join(filter(None, notes))),
             perplexity=_perplexity(total.log_prob, total.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts(target_ids, tokenizer)),

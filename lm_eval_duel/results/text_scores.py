@@ -135,15 +135,19 @@ class Pooled(Plain):
     log_prob: float  # nats, summed over texts
     stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: not drawn, or not known
     perplexity: float
-    interval: tuple[float, float] | None  # of perplexity, 95 %, bootstrap over texts; None for fewer than two
+    interval: (
+        tuple[float, float] | None
+    )  # of perplexity, 95 %, bootstrap over texts; None for fewer than two, or an infinite value
     kind: str  # exact, estimate, bound, no bound or oracle
     bound: bool  # log_prob is a lower bound, so perplexity is an upper one
     note: str = ""  # what limits the value
     remark: str = ""  # what limits the interval
+    is_drawn: bool = False  # it has an error, known or not
 
     def __repr__(self) -> str:
         error = None if self.stderr is None else self.perplexity * self.stderr / self.count
-        text = f"perplexity per {self.unit} {number(self.perplexity, error=error, bound=self.bound)}"
+        shown = number(self.perplexity, error=error, bound=self.bound, unsure=self.is_drawn)
+        text = f"perplexity per {self.unit} {shown}"
         documents = counted(self.documents, "document")
         if self.interval is not None:
             low, high = self.interval
@@ -175,6 +179,9 @@ def pool(scores: Sequence[Any], unit: str = "token") -> Pooled:
         [with_error] = with_errors([draws], [side.value.interval_error])
         low, high = percentile_interval(value("perplexity", -with_error, 1.0), len(set(keys)))
         interval = (low, high)
+    remarks = [too_few(keys)] if interval else []
+    if texts.no_error:
+        remarks.append(f"{texts.no_error}; the interval does not include it" if interval else texts.no_error)
     return Pooled(
         unit=unit,
         count=sum(texts.counts[unit]),
@@ -186,7 +193,8 @@ def pool(scores: Sequence[Any], unit: str = "token") -> Pooled:
         kind=texts.value.word,
         bound=texts.value.is_bound,
         note=texts.notes,
-        remark=too_few(keys) if interval else "",
+        remark="; ".join(filter(None, remarks)),
+        is_drawn=texts.value.error is not None or bool(texts.no_error),
     )
 
 

@@ -353,6 +353,7 @@ REFUSED = [
     (Toy(length=4), {"max_length": 3}, "`max_length`, 4"),
     (Toy(length=4), {"shift_logits": True}, "`shift`, 0"),
     (Toy(length=4), {"bos": "scored"}, "`bos`"),
+    (Toy(length=4), {"last_block": "cut"}, "`last_block`"),
     (Toy(length=4), {"family": "dream"}, "`family`"),
     (function, {**FUNCTION, "family": "dream"}, "no family"),
     ("gpt2", {"mask_token_id": 39, "self_tests": False}, "is causal"),

@@ -237,7 +237,7 @@ def test_a_network_in_memory_has_no_arguments_of_a_checkpoint(given, answer):
         Duel.from_model(Toy().features, mask_token_id=3, max_length=8, **given)
 
 
-@pytest.mark.parametrize("keys", [["a", "b"], 5, [None, 1], [1.2, 1.7], "ab", [1]])
+@pytest.mark.parametrize("keys", [["a", "b"], 5, [None, 1], [1.2, 1.7], "ab", [1], {1, 2}, {1: 2, 3: 4}])
 def test_keys_are_whole_numbers_and_one_for_each_sample(keys):
     with pytest.raises(DuelError, match="key"):
         Duel(Toy(), block=4).sample([(), ()], 2, keys=keys)

@@ -399,6 +399,8 @@ def test_pooled_scores():
     bound = pool(scores(**BOUND))
     assert bound.stderr == pytest.approx(0.1 * math.sqrt(SIZE))
     assert bound.bound and "≤" in repr(bound) and "±" in repr(bound)
+    unknown = pool(scores(estimator="elbo", mc_samples=4))
+    assert "mc_samples=4" in unknown.remark and "± ?" in repr(unknown), "its interval does not include the error"
     few = pool(of_texts[:3])
     assert "too narrow" in few.remark and few.remark in repr(few)
     one = pool(of_texts[:1])

@@ -151,8 +151,7 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
         )
     if native is None:
         raise DuelError(
-            f"Cannot read checkpoint '{name}': its network is not autoregressive; leave estimator=ar and "
-            "attention=causal out."
+            f"Cannot read '{name}' with estimator=ar or attention=causal: its network is not autoregressive."
         )
     require_known(checkpoint, native.__name__)
     if classes:
