@@ -16,7 +16,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
@@ -26,6 +26,16 @@ MAX_FACTOR = 1e20  # of logits: with a larger one they may overflow float32
 INTEGERS = 2**63  # integers of tensors are smaller
 MISSING = dataclasses.MISSING
 KEY = "argument"  # in the metadata of a dataclass field
+
+
+def has_order(values: Any) -> bool:
+    """True for several values in an order: a list, an array, a column of a table, a generator."""
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
+
+
+def has_index(values: Any) -> bool:
+    """True for values with a length that are found by their number, as in a list: no generator and no set."""
+    return hasattr(values, "__len__") and hasattr(values, "__getitem__")
 
 
 @dataclasses.dataclass(frozen=True)

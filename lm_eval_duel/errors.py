@@ -9,7 +9,7 @@ from pathlib import Path
 
 LISTED = 4  # near names in an error
 NEAR = 0.7  # likeness of two names that may be one, mistyped
-ELSEWHERE = {  # names in the code of LLaDA, Dream, BD3-LM and transformers, and ours
+OTHER_NAMES = {  # in the code of LLaDA, Dream, BD3-LM and transformers, with our name for each
     "block_length": "block",
     "block_size": "block",
     "cfg": "cfg_scale",
@@ -158,8 +158,8 @@ def nearest(name: object, known: Iterable[str]) -> list[str]:
     """The known names that `name` may stand for, mistyped or cut off, the nearest first; at most `LISTED`."""
     typed = str(name).lower()
     names = {entry.lower(): entry for entry in sorted(known, reverse=True)}
-    if ELSEWHERE.get(typed) in names:
-        return [names[ELSEWHERE[typed]]]
+    if OTHER_NAMES.get(typed) in names:
+        return [names[OTHER_NAMES[typed]]]
     begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
     return [names[entry] for entry in (difflib.get_close_matches(typed, names, LISTED, NEAR) or begins[:LISTED])]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,6 +46,17 @@ def _whole(token: Any) -> Any:
     return token
 
 
+def _tail(positions: Any) -> int:
+    """The number of [MASK] positions after a target; raises DuelError for anything but a whole number, at least 0."""
+    try:
+        count = operator.index(positions)
+    except TypeError:
+        count = None
+    if count is None or count < 0:
+        raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {positions!r:.80}.")
+    return count
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Window:
     """One row to score: log p(target | context, suffix).
@@ -79,8 +89,6 @@ class Window:
         tail: int = 0,
         known: Ids = (),
     ):
-        if not isinstance(tail, numbers.Integral) or tail < 0:
-            raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail!r:.80}.")
         target_ids = as_ids(target)
         indices = tuple(sorted(set(as_ids(known))))
         if indices:
@@ -94,7 +102,7 @@ class Window:
             "context": as_ids(context),
             "target": target_ids,
             "suffix": as_ids(suffix),
-            "tail": int(tail),
+            "tail": _tail(tail),
             "known": indices,
         }
         for name, value in parts.items():

@@ -35,7 +35,7 @@ from lm_eval_duel.denoisers.hf.own_code import OWN_CODE
 from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.hf.pretrained import UNBOUNDED, Pretrained, is_native, trained_positions
 from lm_eval_duel.denoisers.hub import explained
-from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, LoadOptions
+from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, NETWORK_ARGUMENTS, LoadOptions
 from lm_eval_duel.denoisers.recognition import has_random_tokens, require_supported
 from lm_eval_duel.denoisers.self_tests import buffers_kept, module_of
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
@@ -345,7 +345,7 @@ def _users_denoiser(model: Denoiser, options: LoadOptions) -> Denoiser:
     for name, member in DEFINED_BY_A_DENOISER.items():
         given = getattr(options, name)
         own = getattr(model, member)
-        if given is not None and given != own and not (name == "last_block" and given == "fill"):
+        if given not in (NETWORK_ARGUMENTS[name].default, own):
             raise DuelError(
                 f"{type(model).__name__} is a Denoiser, which defines its own `{member}`, {own!r}: leave "
                 f"{name}={given} out, and set it where the Denoiser is made."

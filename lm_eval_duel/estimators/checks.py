@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import BLOCK, Argument, choice
+from lm_eval_duel.arguments import BLOCK, Argument, choice, has_index
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, documentation, first_position_unseen, random_tokens
@@ -169,7 +169,7 @@ def check_windows(
         raise DuelError("Pass a list of windows; got one Window. Write [window].")
     if isinstance(windows, str):
         raise DuelError("Pass a list of windows, which hold token ids; got a text. Texts go to Duel.score([text]).")
-    if not hasattr(windows, "__len__") or not hasattr(windows, "__getitem__"):
+    if not has_index(windows):
         raise DuelError(f"Pass a list of windows; got an object of the class {type(windows).__name__}.")
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):

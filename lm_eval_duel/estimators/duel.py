@@ -16,14 +16,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import declared, whole
+from lm_eval_duel.arguments import declared, has_index, has_order, whole
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
@@ -46,7 +46,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for, warn_of_blocks
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
-KEY = dataclasses.replace(whole(None), nothing=())
+KEY = dataclasses.replace(whole(None), nothing=())  # of a draw
 OF_AN_ORDER = "along the given order: a likelihood only if a rule made that order"
 CANVAS_ARGUMENTS = ("prediction", "temperatures")  # arguments that only networks with canvases read
 
@@ -139,7 +139,7 @@ class DuelEstimator(Estimator):
     def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
         """The recorded orders of windows that can be scored: a step for each target token."""
         self.check(windows)
-        if not hasattr(steps, "__len__") or not hasattr(steps, "__getitem__"):
+        if not has_index(steps):
             raise DuelError(f"reveal_steps is a list with an order for each window; got {steps!r:.80}.")
         if len(windows) != len(steps):
             raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
@@ -393,7 +393,7 @@ def fixed_states(
 
 def _whole_numbers(keys: Any) -> list[int]:
     """The keys of draws; raises DuelError for any that is no whole number."""
-    if isinstance(keys, str | bytes | Mapping | Set) or not isinstance(keys, Iterable):
+    if not has_order(keys):
         raise DuelError(f"'keys' is a list of whole numbers; got {keys!r}.")
     return [KEY("keys", key) for key in keys]
 

@@ -213,7 +213,7 @@ class OnIds:
             raise DuelError("Duel.sample takes a list of contexts; got one text. Write duel.sample([text], length).")
         contexts = as_list(contexts, "contexts")
         length = LENGTH("length", length)
-        SEED("seed", seed)
+        SEED("seed", seed)  # checked only: the sampler refuses a text, which this would read
         do_sample = TRUTH("do_sample", do_sample)
         if stop is not None and not callable(stop):
             raise DuelError(f"stop is a function stop(index, tokens); got {stop!r:.80}. generate takes stop strings.")
@@ -407,7 +407,7 @@ def require_known_of_model(given: Iterable[str], known: Collection[str], of: str
     """Raise DuelError for an argument that `Duel.from_model` does not take."""
     _require_not_of_harness(given, "Duel.from_model")
     for key in given:
-        if key in ALIASES:
+        if key in ALIASES:  # add_bos_token; the other one is of the harness
             raise DuelError(f"'{key}' is a word of the harness; write bos='given' or bos='none'.")
         if key not in known and key in MODEL_ARGUMENTS:
             raise DuelError(f"'{key}' is for a checkpoint on disk, and this network is in memory: leave it out.")

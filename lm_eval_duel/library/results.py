@@ -209,8 +209,8 @@ class TextEstimate(Plain):
         """The estimate of a text from the scores of its windows."""
         sums = Total.from_scores(encoded.windows, scores, estimator.name)
         size = count_units(encoded.scored).bytes
-        one = cls._from_sums(text, size, encoded.windows, scores, sums, spec)
-        return dataclasses.replace(one, unk_tokens=unknown, note=_up_to(spec, unknown))
+        estimate = cls._from_sums(text, size, encoded.windows, scores, sums, spec)
+        return dataclasses.replace(estimate, unk_tokens=unknown, note=_up_to(spec, unknown))
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lm_eval_duel.arguments import COUNT, RAW, Argument
+from lm_eval_duel.arguments import COUNT, RAW, Argument, has_index
 from lm_eval_duel.core.scores import ratio
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import IN_MEMORY_ARGUMENTS, LoadOptions
@@ -248,7 +248,7 @@ def _require_list(caller: str, what: str, values: Any) -> None:
         if what == "rules":
             wanted = [part.strip() for part in with_colons(values).split(",")]
         advice = f" Write {what}={wanted!r}."
-    elif not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+    elif not has_index(values):
         came = f"a {type(values).__name__}"
     elif not len(values):
         came = "none"

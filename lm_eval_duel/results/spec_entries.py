@@ -15,7 +15,7 @@ LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
 # those that belong to the estimator, as NON_IDENTITY_KEYS do; the last two say what commit-once noise is
 ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
-DROPS = {"lower case": "drops upper case"}  # of `normalises`, which says what is left
+DROPS = {"lower case": "drops upper case", "accents": "drops accents"}  # by the words of `normalises`
 SPECIAL_TOKENS = "special_tokens"  # an entry such as "[2] text [], bos=given"
 
 
@@ -39,7 +39,7 @@ def lost_distinctions(spec: Mapping[str, str], unknown: float) -> dict[str, str]
     lost = {}
     for distinction in spec.get("normalises", "").split(", "):
         if distinction:
-            lost[distinction] = DROPS.get(distinction, f"drops {distinction}")
+            lost[distinction] = DROPS[distinction]
     if unknown:
         lost[f"[UNK] of tokenizer {spec.get('tokenizer')}"] = f"has {percent(unknown)} [UNK]"
     return lost

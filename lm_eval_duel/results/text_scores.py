@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm_eval_duel.arguments import has_order
 from lm_eval_duel.core.scores import Plain, Value, perplexity
 from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import registry
@@ -135,9 +136,8 @@ class Pooled(Plain):
     log_prob: float  # nats, summed over texts
     stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: not drawn, or not known
     perplexity: float
-    interval: (
-        tuple[float, float] | None
-    )  # of perplexity, 95 %, bootstrap over texts; None for fewer than two, or an infinite value
+    # 95 %, of perplexity, bootstrap over texts; None for fewer than two texts, or an infinite value
+    interval: tuple[float, float] | None
     kind: str  # exact, estimate, bound, no bound or oracle
     bound: bool  # log_prob is a lower bound, so perplexity is an upper one
     note: str = ""  # what limits the value
@@ -167,11 +167,11 @@ def pool(scores: Sequence[Any], unit: str = "token") -> Pooled:
     Raises:
         DuelError: If there are no scores, they are of several models, or the texts have no units.
     """
+    _require_unit(unit)
     scores = _as_list("pool", scores)
     if not scores:
         raise DuelError("pool() takes scores, as Duel.score returns; got none.")
     texts = _texts("pool", scores, "the list")
-    _require_unit(unit)
     [draws], keys = _draws([texts], unit)
     side = texts.side(unit, draws)
     interval = None
@@ -229,7 +229,7 @@ def _draws(lists: Sequence[Texts], unit: str) -> tuple[list[np.ndarray | None], 
 
 def _as_list(function: str, scores: Any) -> list[Any]:
     """Scores in their order, also those of a column of a table; raises DuelError for what holds none."""
-    if not isinstance(scores, Iterable) or isinstance(scores, str | Mapping | Set):
+    if not has_order(scores):
         got = f"an object of the class {type(scores).__name__}"
         raise DuelError(f"{function}() takes lists of scores, as Duel.score returns; got {got}.")
     return list(scores)
@@ -246,6 +246,7 @@ def _shared_unit(first: Texts, second: Texts, unit: str | None) -> str:
 
 
 def _require_unit(unit: Any) -> None:
+    """Raise DuelError unless this is one of `UNITS`."""
     if not isinstance(unit, str) or unit not in UNITS:
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit!r:.80}.")
 

@@ -370,6 +370,14 @@ def test_a_value_of_several_texts_together_is_not_better(of_better, of_other, ve
     assert compare(made(0.05, 2, **of_other), made(0.0, 1, **of_better)).verdict == verdict.replace("first", "second")
 
 
+def test_what_limits_a_value_stands_behind_it():
+    noised = [dataclasses.replace(score, note="given the noise of seed 0") for score in scores()]
+    difference = compare(noised, scores(0.05, seed=2), ("A", "B"))
+    assert difference.to_dict()["notes"] == ["given the noise of seed 0", ""]
+    assert f"A {difference.perplexities[0]:.2f} (given the noise of seed 0) and B" in str(difference)
+    assert pool(noised).note == "given the noise of seed 0"
+
+
 def test_windows_are_made_equal_although_special_tokens_differ():
     def cut(shift, seed, max_length, windows):
         return [dataclasses.replace(score, windows=windows) for score in scores(shift, seed, max_length=max_length)]
@@ -395,6 +403,10 @@ def test_pooled_scores():
     assert f"per byte {pooled.perplexity:.2f} (95 % interval {low:.2f} to {high:.2f}, 40 documents), exact" in repr(
         pooled
     )
+
+    drawn = pool([text_score(f"text {n}", -30.0, 10, **BOUND | {"stderr": 5.0}) for n in range(12)])
+    low, high = drawn.interval  # equal values: all of it is the error of the draws, of 120 tokens
+    assert math.log(high / low) / 2 == pytest.approx(2.2 * 5 * math.sqrt(12) / 120, rel=0.1), "2.2 errors for 12 texts"
 
     bound = pool(scores(**BOUND))
     assert bound.stderr == pytest.approx(0.1 * math.sqrt(SIZE))

@@ -145,6 +145,23 @@ def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(mo
 
 
 @pytest.mark.parametrize(
+    ("of_model", "of_baseline"), [({"accents": "drops accents"}, {}), ({}, {"t": "has 1.0% [UNK]"})]
+)
+def test_no_gap_closed_between_tokenizers_of_which_one_merges_texts(monkeypatch, of_model, of_baseline):
+    monkeypatch.setattr(gaps, "caveat", lambda rows: "")
+
+    def row(value, model, lost):
+        return SimpleNamespace(
+            metric="token_perplexity", value=value, model=model, lost=lost, stderr_bound=None, stderr_reason=""
+        )
+
+    closed = gaps.close_gap(row(30.0, "M", of_model), row(40.0, "M", of_model), row(20.0, "T", of_baseline), [], "")
+
+    assert closed.percent is None
+    assert "the tokenizers of M and T" in str(closed.reason)
+
+
+@pytest.mark.parametrize(
     ("without", "documents", "has_interval"),
     [(0, 3, True), (1, 3, False), (10, 12, True), (11, 12, False), (24, 1000, True), (25, 1000, False)],
 )
